@@ -1,19 +1,7 @@
-"""Every task that a person runs. Each session builds the wheels and installs those, never the source tree.
+"""Development tasks: `python -m nox -l` lists them, and CONTRIBUTING.md has a table of them.
 
-python -m nox -s quickstart               the main job, into runs/quickstart; overrides go after `--`
-python -m nox -s tests                    every test; a path or -k after `--` narrows it
-python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
-python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
-python -m nox -s tests_trackers           the trackers' tests with every library that they write to
-python -m nox -s tests_environments       rollcast-agents' tests with textarena, gem-llm and reasoning-gym
-python -m nox -s tests_verifiers          the same for verifiers' tasksets; installing verifiers takes four minutes
-python -m nox -s lint types docs
-python -m nox -s dev                      an editable environment of all distributions, in .venv
-python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
-python -m nox -s release -- 0.2.0         the same after this version was written everywhere
-python -m nox -s config_docs              write the tables of configuration keys into the docs
-python -m nox -s index                    write the core's index of the plugins of this repository, known.json
-python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
+Every session but `dev` and `coverage` installs wheels built from the source tree. The sessions come first, then the
+functions that run tests and make environments.
 """
 
 from __future__ import annotations
@@ -34,17 +22,21 @@ from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
-#: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
+#: Pinned versions: for a machine without a GPU, and the same with the trackers' libraries.
 CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = [
     *("pytest", "pytest-timeout", "pytest-xdist"),
     *("hypothesis", "psutil", "hatchling"),
 ]
+#: Tools that the tests of the repository itself use, in tests/.
+REPOSITORY_TOOLS = ["nox", "towncrier"]
 PYTEST = ["-m", "pytest", "-q"]
-#: Failed tests of a whole run that get a second attempt; more of them are no accident.
+#: Tools that build the documentation site.
+SITE = ["mkdocs-material>=9.7,<10", "latex2mathml>=3.78,<4"]
+#: Maximum number of failed tests that run a second time; more failures are not accidental.
 RETRIED = 10
-#: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
+#: Libraries of extras that a distribution's tests use; tests that need other extras are skipped.
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
@@ -52,22 +44,24 @@ TEST_LIBRARIES = {
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
 }
+#: What an editable installation of every distribution needs beside their requirements.
+EDITABLE_TOOLS = [*TEST_TOOLS, *REPOSITORY_TOOLS, "editables", *chain.from_iterable(TEST_LIBRARIES.values())]
 QUICKSTART = "rollcast-quickstart"
-#: Distributions whose engine has pins of its own.
+#: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
-#: Wheels by the checksum of their sources.
+#: Built wheels, by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"
-#: The environment of the trainer whose replicas run in an engine's environment; the same for each engine.
+#: Environment of the trainer whose replicas run in an engine's environment; shared by all engines.
 TRAINER = ROOT / ".nox" / "trainer"
-#: Of tests/benchmarks, those that need no other project.
+#: Benchmarks in tests/benchmarks that need no other project.
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
     *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export", "mapping_search"),
 )
-#: Benchmarks that run only where they are named, since each takes more than ten minutes.
+#: Benchmarks that run only if they are named, because each takes more than ten minutes.
 LONG_BENCHMARKS = ("quickstart_seeds",)
-#: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
+#: Requirements of verl's controller and algorithms; its other requirements are for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
     "orjson",
@@ -85,124 +79,277 @@ def project(folder: Path) -> dict[str, object]:
 DISTRIBUTIONS = {str(project(folder)["name"]): folder for folder in FOLDERS}
 
 
-def requirements(name: str) -> set[str]:
-    """A distribution with the first-party ones that it needs."""
-    found, waiting = set(), [name]
-    while waiting:
-        current = waiting.pop()
-        if current in found:
-            continue
-        found.add(current)
-        for line in project(DISTRIBUTIONS[current]).get("dependencies", ()):
-            other = Requirement(line).name
-            if other in DISTRIBUTIONS:
-                waiting.append(other)
-    return found
+# -- Start -----------------------------------------------------------------------------------------------
 
 
-def test_requirements(name: str) -> set[str]:
-    """What a distribution's tests need beside it: the group `test` of its pyproject.toml."""
-    groups = tomllib.loads((DISTRIBUTIONS[name] / "pyproject.toml").read_text()).get("dependency-groups", {})
-    return set().union(*(requirements(other) for other in groups.get("test", ())))
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train the quick start's model into runs/quickstart; put overrides such as `trainer.seed=3` after `--`."""
+    install(session, requirements(QUICKSTART))
+    session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
 
 
-def workspace(session: nox.Session) -> Path:
-    """Return a folder of the session's own.
+@nox.session(default=False, venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """Create an editable environment of all distributions with development tools in .venv, or the folder after `--`.
 
-    Not nox's: that would become TMPDIR, and Ray's workers refuse to start with their files inside a
-    virtual environment.
+    With `--gpu`, pip chooses the versions of torch and all other packages.
     """
-    return Path(session.virtualenv.location) / "rollcast"
+    folder = Path(next((each for each in session.posargs if not each.startswith("-")), ".venv"))
+    pins = [] if "--gpu" in session.posargs else ["-c", str(CPU)]
+    session.run("python", "-m", "venv", str(folder))
+    pip = [str(folder / ("Scripts" if os.name == "nt" else "bin") / "python"), "-m", "pip", "install", "-q", *pins]
+    session.run(*pip, *EDITABLE_TOOLS, "ruff", "mypy", "pre-commit")
+    session.run(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
 
 
-def environment(session: nox.Session) -> None:
-    """Hide the caller's Python from the session's processes, and give them caches of their own."""
-    session.env["PYTHONPATH"] = ""
-    session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
-    session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+# -- Checks ----------------------------------------------------------------------------------------------
 
 
-def digest(folder: Path) -> str:
-    """Return a checksum of what a distribution's wheel is built from."""
-    found = hashlib.sha256()
-    files = [
-        *(folder / name for name in ("pyproject.toml", "README.md", "LICENSE")),
-        *sorted((folder / "src").rglob("*")),
-    ]
-    for file in files:
-        if file.is_file() and "__pycache__" not in file.parts:
-            found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
-
-
-@contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """Keep other processes of nox from writing to ``place`` meanwhile."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f"{place.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
-    """Return the wheels of ``names``; a wheel is built once, for all sessions and runs, until its sources change."""
-    wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
-    with locked(WHEELS):
-        missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
-        if missing:
-            fresh = WHEELS / f"new-{os.getpid()}"
-            folders = [str(DISTRIBUTIONS[name]) for name in missing]
-            pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(fresh)]
-            session.run_install(*pip, *folders, external=True)
-            for name in missing:
-                (wheel,) = fresh.glob(f"{name.replace('-', '_')}-*.whl")
-                wanted[name].mkdir(parents=True, exist_ok=True)
-                wheel.replace(wanted[name] / wheel.name)
-            fresh.rmdir()
-    return [next(place.glob("*.whl")) for place in wanted.values()]
-
-
-def what_is_installed(names: set[str], tools: Iterable[str], pins: Path | None) -> str:
-    """Return what an environment's marker says: the pins, the tools, and each distribution's checksum."""
-    fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
-    return "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
-
-
-def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
-    """Install the wheels of ``names`` with their dependencies and the tools, unless the session has just these."""
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check the code with ruff, the workflows, the change-log fragments and the configuration of pre-commit."""
     environment(session)
-    pinned = ["-c", str(pins)] if pins else []
-    marker = workspace(session) / "installed"
-    wanted = what_is_installed(names, tools, pins)
-    wheels = workspace(session) / "wheels"
-    session.env["ROLLCAST_WHEELS"] = str(wheels)
-    if marker.is_file() and marker.read_text() == wanted:
+    tools = ["ruff", "zizmor", "towncrier", "packaging", "check-jsonschema>=0.33", "pre-commit>=4"]
+    session.install("-q", "-c", str(CPU), *tools)
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", "--check", ".")
+    workflows = sorted(map(str, Path(".github/workflows").glob("*.yml")))
+    session.run("check-jsonschema", "-q", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("zizmor", "--quiet", "--offline", ".github")
+    if shutil.which("actionlint"):  # its package downloads the program at installation, which not every network allows
+        session.run("actionlint", external=True)
+    session.run("pre-commit", "validate-config")
+    session.run("python", ".ci/release.py", "--fragments")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of every distribution with mypy."""
+    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
+    sources = [folder / "src" for folder in FOLDERS]
+    session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
+    session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into site/ and reject dead links; `-- serve` shows it."""
+    environment(session)
+    session.install("-q", "-c", str(CPU), *SITE)
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    if session.posargs:
+        session.run("mkdocs", *session.posargs)
         return
-    marker.unlink(missing_ok=True)
-    session.install("-q", *pinned, "hatchling")
-    shutil.rmtree(wheels, ignore_errors=True)
-    wheels.mkdir(parents=True)
-    built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
-    session.install("-q", *pinned, *map(str, built), *tools)
-    # A wheel of the same version would otherwise be taken for the one that is there.
-    session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
-    marker.write_text(wanted)
+    session.install("-q", "pytest", "pytest-timeout", "pytest-xdist")
+    session.run("python", *PYTEST, "tests/test_site.py")
+    session.run("mkdocs", "build")
 
 
-def pins_without(session: nox.Session, *names: str) -> Path:
-    """Return a copy of the CPU pins that leaves the versions of these packages to pip."""
-    kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
-    pins = workspace(session) / "constraints.txt"
-    pins.parent.mkdir(parents=True, exist_ok=True)
-    pins.write_text("\n".join(kept) + "\n")
-    return pins
+# -- Tests -----------------------------------------------------------------------------------------------
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests on installed wheels; put a path or `-k` after `--` to select some."""
+    libraries = chain.from_iterable(TEST_LIBRARIES.values())
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *REPOSITORY_TOOLS, *libraries)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, spread=in_processes())
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
+def plugin(session: nox.Session, name: str) -> None:
+    """Run one distribution's tests with only its requirements and those of its tests installed."""
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
+
+
+@nox.session(default=False)
+def coverage(session: nox.Session) -> None:
+    """Measure which source lines the tests run, and write the table in docs/coverage.md."""
+    environment(session)
+    pip = ["-q", "-c", str(CPU)]
+    session.install(*pip, *EDITABLE_TOOLS, "coverage")
+    session.install(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
+    # Every Python process of the environment runs its .pth files in alphabetical order, coverage.py's own before this.
+    packages = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
+    start = f"import sys; sys.path.append({str(ROOT / '.ci')!r}); import coverage_saver\n"
+    (packages / "rollcast_coverage.pth").write_text(start)
+    data = workspace(session) / "coverage"
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir(parents=True)
+    session.env |= {"OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data / "lines")}
+    options = session.posargs or in_processes()
+    session.run("coverage", "run", *PYTEST, *options, success_codes=[0, 1])  # a failed test runs lines too
+    session.run("coverage", "combine", "-q")
+    session.run("python", ".ci/coverage_table.py", *([] if session.posargs else ["--write"]))
+
+
+@nox.session
+def tests_vllm(session: nox.Session) -> None:
+    """Run rollcast-vllm's tests with vLLM and its pins, on a machine without a GPU."""
+    engine_tests(session, "rollcast-vllm")
+
+
+@nox.session
+def tests_sglang(session: nox.Session) -> None:
+    """Run rollcast-sglang's tests with SGLang and its pins, on a machine without a GPU."""
+    engine_tests(session, "rollcast-sglang")
+
+
+@nox.session
+def tests_environments(session: nox.Session) -> None:
+    """Run rollcast-agents' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
+    name = "rollcast-agents"
+    extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
+    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
+    # gem-llm requires an antlr that hydra excludes, and older versions of the extras' packages.
+    session.install("-q", "--no-deps", "gem-llm==0.1.0")
+    session.env["OMP_NUM_THREADS"] = "1"
+    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
+    run_tests(session, *map(str, files))
+
+
+@nox.session
+def tests_verifiers(session: nox.Session) -> None:
+    """Run rollcast-agents' tests of verifiers' tasksets; installing verifiers takes four minutes."""
+    name = "rollcast-agents"
+    pins = pins_without(session, "mcp", "mcp-types", "openai")
+    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=pins)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_verifiers.py"))
+
+
+@nox.session
+def tests_trackers(session: nox.Session) -> None:
+    """Run rollcast-trackers' tests with all tracker libraries."""
+    name = "rollcast-trackers"
+    libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device, with the versions that pip chooses."""
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
+    session.run("python", *PYTEST, "-m", "gpu", *session.posargs)
+
+
+# -- Generated files -------------------------------------------------------------------------------------
+
+
+@nox.session(default=False, venv_backend="none")
+def config_docs(session: nox.Session) -> None:
+    """Write the tables of configuration keys in the docs from the schemas."""
+    session.run("python", ".ci/config_tables.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def index(session: nox.Session) -> None:
+    """Write known.json, the core's index of the plugins in this repository."""
+    session.run("python", ".ci/index.py")
+
+
+@nox.session
+def surface(session: nox.Session) -> None:
+    """Rewrite tests/surface.txt and docs/api.md from the declared surface of the core."""
+    install(session, {"rollcast"})
+    session.run("python", "tests/surface.py")
+
+
+# -- Releases --------------------------------------------------------------------------------------------
+
+
+@nox.session(default=False)
+def changes(session: nox.Session) -> None:
+    """Show the change log of the next release, from the files in changes/."""
+    environment(session)
+    session.install("-q", "-c", str(CPU), "towncrier")
+    session.run("towncrier", "build", "--draft", "--version", "next")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all wheels and source distributions into dist/ and check their metadata; `-- --tag v0.2.0` checks a tag."""
+    environment(session)
+    session.install("-q", "build", "hatchling", "twine", "packaging")
+    if session.posargs:
+        session.run("python", ".ci/release.py", *session.posargs)
+    sources = workspace(session) / "sources"
+    for old in (Path("dist"), sources):
+        shutil.rmtree(old, ignore_errors=True)
+    session.run("python", ".ci/package_pages.py", str(sources))
+    for folder in sorted(sources.iterdir()):
+        session.run("python", "-m", "build", "-q", "--no-isolation", "--outdir", "dist", str(folder))
+    session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Write the version after `--` into every distribution, collect the change log, and build as `wheels` does."""
+    if len(session.posargs) != 1:
+        session.error("say the version: nox -s release -- 0.2.0")
+    session.install("-q", "-c", str(CPU), "packaging", "towncrier")
+    session.run("python", ".ci/release.py", *session.posargs)
+    session.posargs.clear()
+    wheels(session)
+
+
+# -- Benchmarks ------------------------------------------------------------------------------------------
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks except the long ones, or those named after `--`."""
+    install(
+        session,
+        requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements("rollcast-testing"),
+        "psutil",
+    )
+    for name in chosen(session, *BENCHMARKS, *LONG_BENCHMARKS) if session.posargs else BENCHMARKS:
+        session.run("python", f"tests/benchmarks/bench_{name}.py")
+
+
+@nox.session
+def bench_peers(session: nox.Session) -> None:
+    """Run the benchmarks against TRL and, in a separate environment, verl, or those named after `--`."""
+    names = chosen(session, "verl", "verl_algorithms", "trl")
+    install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
+    if peers := [name for name in names if name.startswith("verl")]:
+        theirs = Path(session.virtualenv.location) / "verl"
+        session.run("python", "-m", "venv", str(theirs))
+        pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
+        session.run(*pip, "-c", str(CPU), *VERL_NEEDS, external=True)
+        session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
+        python = str(theirs / "bin" / "python")
+        for name in peers:
+            session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)
+    if "trl" in names:
+        session.run("python", "tests/benchmarks/bench_trl.py")
+
+
+def chosen(session: nox.Session, *names: str) -> list[str]:
+    """Return the benchmarks named after `--`, by default all."""
+    unknown = set(session.posargs) - set(names)
+    if unknown:
+        session.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return [name for name in names if name in session.posargs or not session.posargs]
+
+
+# -- How tests run ---------------------------------------------------------------------------------------
 
 
 def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
-    """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
+    """Run pytest with the options ``spread``; run failed tests a second time, alone and in a new process.
 
-    Both attempts are printed: a test that passes only at its second depends on time, load or another test. What the
-    user wrote after ``--`` replaces ``spread`` and runs once.
+    Both attempts are printed: a test that passes only the second time depends on time, load or another test.
+    Arguments after ``--`` replace ``spread``, and the tests then run once.
     """
     if session.posargs:
         session.run(python, *PYTEST, *folders, *session.posargs, external=True)
@@ -221,84 +368,15 @@ def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), p
         session.run(*command, "--last-failed", "--last-failed-no-failures", "none", *folders, external=True)
 
 
-@nox.session
-def quickstart(session: nox.Session) -> None:
-    """Train the quick start's model; `-- trainer.seed=3` and the like are passed on."""
-    install(session, requirements(QUICKSTART))
-    session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
-
-
-def count_processes() -> int:
-    """Return how many processes run tests: a third of the time they wait for others that they started."""
+def in_processes() -> list[str]:
+    """Return pytest's options for 1.5 processes per core, since tests often wait for their own child processes."""
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    return max(1, min(3 * (os.cpu_count() or 1) // 2, gigabytes // 5))
-
-
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Every distribution's tests and those that cross them, on installed wheels."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
-    session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, spread=["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"])
-
-
-@nox.session
-@nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
-def plugin(session: nox.Session, name: str) -> None:
-    """One distribution's own tests, with nothing installed but what it and they require."""
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
-    session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
-
-
-@nox.session
-def tests_vllm(session: nox.Session) -> None:
-    """rollcast-vllm's tests on vLLM itself, which has pins of its own; for a machine without a GPU."""
-    engine_tests(session, "rollcast-vllm")
-
-
-@nox.session
-def tests_sglang(session: nox.Session) -> None:
-    """rollcast-sglang's tests on SGLang itself, which has pins of its own; for a machine without a GPU."""
-    engine_tests(session, "rollcast-sglang")
-
-
-@nox.session
-def tests_environments(session: nox.Session) -> None:
-    """rollcast-agents' tests with textarena, gem-llm and reasoning-gym, a part of which needs a C compiler."""
-    name = "rollcast-agents"
-    extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
-    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
-    # It requires an antlr that hydra excludes, and older versions of what the extras name.
-    session.install("-q", "--no-deps", "gem-llm==0.1.0")
-    session.env["OMP_NUM_THREADS"] = "1"
-    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
-    run_tests(session, *map(str, files))
-
-
-@nox.session
-def tests_verifiers(session: nox.Session) -> None:
-    """rollcast-agents' tests of verifiers' tasksets, with verifiers, which pins older versions of mcp and openai."""
-    name = "rollcast-agents"
-    pins = pins_without(session, "mcp", "mcp-types", "openai")
-    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=pins)
-    session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_verifiers.py"))
-
-
-@nox.session
-def tests_trackers(session: nox.Session) -> None:
-    """rollcast-trackers' tests with every library that it writes to."""
-    name = "rollcast-trackers"
-    libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
+    count = max(1, min(3 * (os.cpu_count() or 1) // 2, gigabytes // 5))
+    return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def engine_tests(session: nox.Session, name: str) -> None:
-    """A distribution's tests with its engine, installed as its requirements files say."""
+    """Run a distribution's tests with its engine, installed from its requirements files."""
     folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
@@ -313,7 +391,7 @@ def engine_tests(session: nox.Session, name: str) -> None:
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
-    """A trainer in an environment of its own, with replicas in the session's."""
+    """Run the tests of a trainer in one environment with replicas in the session's environment."""
     trainer = install_trainer(session)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
@@ -321,7 +399,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
 
 
 def install_trainer(session: nox.Session) -> Path:
-    """Return the Python of the trainer's environment, with the plugins of every engine and none of the engines."""
+    """Return the Python of the trainer's environment, which has every engine's plugin and no engine."""
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
@@ -338,135 +416,117 @@ def install_trainer(session: nox.Session) -> Path:
     return python
 
 
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Ruff's rules and format."""
-    environment(session)
-    session.install("-q", "-c", str(CPU), "ruff")
-    session.run("ruff", "check", *session.posargs, ".")
-    session.run("ruff", "format", "--check", ".")
-    session.install("-q", "check-jsonschema>=0.33", "pre-commit>=4")
-    check = ["check-jsonschema", "-q", "--builtin-schema"]
-    session.run(*check, "vendor.github-workflows", *map(str, sorted(Path(".github/workflows").glob("*.yml"))))
-    session.run("pre-commit", "validate-config")
+# -- How environments are made ---------------------------------------------------------------------------
 
 
-@nox.session
-def types(session: nox.Session) -> None:
-    """Mypy, strict, over every distribution's source."""
-    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
-    sources = [folder / "src" for folder in FOLDERS]
-    session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
-    session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+def requirements(name: str) -> set[str]:
+    """Return a distribution and the distributions of this repository that it requires, directly or indirectly."""
+    found, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in found:
+            continue
+        found.add(current)
+        for line in project(DISTRIBUTIONS[current]).get("dependencies", ()):
+            other = Requirement(line).name
+            if other in DISTRIBUTIONS:
+                waiting.append(other)
+    return found
 
 
-@nox.session(default=False, venv_backend="none")
-def dev(session: nox.Session) -> None:
-    """Install every distribution, editable, with the tools of a contributor into .venv, or the folder after `--`.
+def test_requirements(name: str) -> set[str]:
+    """Return the distributions of this repository that a distribution's tests require: its dependency group `test`."""
+    groups = tomllib.loads((DISTRIBUTIONS[name] / "pyproject.toml").read_text()).get("dependency-groups", {})
+    return set().union(*(requirements(other) for other in groups.get("test", ())))
 
-    `--gpu` leaves the versions of torch and the rest to pip.
+
+def workspace(session: nox.Session) -> Path:
+    """Return a folder for the session's files.
+
+    nox's own temporary folder would become TMPDIR, and Ray's workers do not start with their files inside a virtual
+    environment.
     """
-    folder = Path(next((each for each in session.posargs if not each.startswith("-")), ".venv"))
-    pins = [] if "--gpu" in session.posargs else ["-c", str(CPU)]
-    session.run("python", "-m", "venv", str(folder))
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    pip = [str(python), "-m", "pip", "install", "-q", *pins]
-    tools = [*TEST_TOOLS, "editables", "ruff", "mypy", "nox", "pre-commit"]
-    session.run(*pip, *tools, *chain.from_iterable(TEST_LIBRARIES.values()))
-    session.run(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
+    return Path(session.virtualenv.location) / "rollcast"
 
 
-@nox.session
-def wheels(session: nox.Session) -> None:
-    """Build every wheel and source distribution into dist/ and check their metadata; `-- --tag v0.2.0` checks a tag."""
+def environment(session: nox.Session) -> None:
+    """Hide the caller's Python packages and caches from the session's processes."""
+    session.env["PYTHONPATH"] = ""
+    session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
+    session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+
+
+def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
+    """Install the wheels of ``names``, their dependencies and the tools, unless the session has exactly these."""
     environment(session)
-    session.install("-q", "build", "hatchling", "twine", "packaging")
-    if session.posargs:
-        session.run("python", ".ci/release.py", *session.posargs)
-    shutil.rmtree("dist", ignore_errors=True)
-    for folder in FOLDERS:
-        session.run("python", "-m", "build", "-q", "--no-isolation", "--outdir", "dist", str(folder))
-    session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+    pinned = ["-c", str(pins)] if pins else []
+    marker = workspace(session) / "installed"
+    wanted = what_is_installed(names, tools, pins)
+    wheels = workspace(session) / "wheels"
+    session.env["ROLLCAST_WHEELS"] = str(wheels)
+    if marker.is_file() and marker.read_text() == wanted:
+        return
+    marker.unlink(missing_ok=True)
+    session.install("-q", *pinned, "hatchling")
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
+    session.install("-q", *pinned, *map(str, built), *tools)
+    # pip would otherwise keep an installed wheel of the same version.
+    session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
+    marker.write_text(wanted)
 
 
-@nox.session(default=False)
-def release(session: nox.Session) -> None:
-    """Write the version after `--` into every distribution and the change log, and build all of it."""
-    if len(session.posargs) != 1:
-        session.error("say the version: nox -s release -- 0.2.0")
-    session.install("-q", "packaging")
-    session.run("python", ".ci/release.py", *session.posargs)
-    session.posargs.clear()
-    wheels(session)
+def what_is_installed(names: set[str], tools: Iterable[str], pins: Path | None) -> str:
+    """Return the content of an environment's marker: the pins, the tools, and each distribution's checksum."""
+    fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
+    return "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
 
 
-@nox.session(default=False, venv_backend="none")
-def config_docs(session: nox.Session) -> None:
-    """Write the tables of configuration keys into the docs, from the schemas."""
-    session.run("python", ".ci/config_tables.py", *session.posargs)
+def pins_without(session: nox.Session, *names: str) -> Path:
+    """Return a copy of the CPU pins without these packages, whose versions pip then chooses."""
+    kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
+    pins = workspace(session) / "constraints.txt"
+    pins.parent.mkdir(parents=True, exist_ok=True)
+    pins.write_text("\n".join(kept) + "\n")
+    return pins
 
 
-@nox.session(default=False, venv_backend="none")
-def index(session: nox.Session) -> None:
-    """Write the index of plugins and their distributions that the core reads for its hints."""
-    session.run("python", ".ci/index.py")
+def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
+    """Return the wheels of ``names``. A wheel is built once for all sessions, and again if its sources change."""
+    wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
+    with locked(WHEELS):
+        missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
+        if missing:
+            fresh = WHEELS / f"new-{os.getpid()}"
+            folders = [str(DISTRIBUTIONS[name]) for name in missing]
+            pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(fresh)]
+            session.run_install(*pip, *folders, external=True)
+            for name in missing:
+                (wheel,) = fresh.glob(f"{name.replace('-', '_')}-*.whl")
+                wanted[name].mkdir(parents=True, exist_ok=True)
+                wheel.replace(wanted[name] / wheel.name)
+            fresh.rmdir()
+    return [next(place.glob("*.whl")) for place in wanted.values()]
 
 
-@nox.session
-def surface(session: nox.Session) -> None:
-    """Rewrite tests/surface.txt and docs/api.md from the declared surface; a change needs a line in the change log."""
-    install(session, {"rollcast"})
-    session.run("python", "tests/surface.py")
+def digest(folder: Path) -> str:
+    """Return a checksum of the files that a distribution's wheel is built from."""
+    found = hashlib.sha256()
+    files = [
+        *(folder / name for name in ("pyproject.toml", "README.md", "LICENSE")),
+        *sorted((folder / "src").rglob("*")),
+    ]
+    for file in files:
+        if file.is_file() and "__pycache__" not in file.parts:
+            found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
-@nox.session
-def bench(session: nox.Session) -> None:
-    """The controller and the quick start's step against what the machine can do; the rest."""
-    install(
-        session,
-        requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements("rollcast-testing"),
-        "psutil",
-    )
-    for name in chosen(session, *BENCHMARKS, *LONG_BENCHMARKS) if session.posargs else BENCHMARKS:
-        session.run("python", f"tests/benchmarks/bench_{name}.py")
-
-
-@nox.session
-def bench_peers(session: nox.Session) -> None:
-    """The quick start's step against TRL; controller and algorithms against verl, in an environment of its own."""
-    names = chosen(session, "verl", "verl_algorithms", "trl")
-    install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
-    if peers := [name for name in names if name.startswith("verl")]:
-        theirs = Path(session.virtualenv.location) / "verl"
-        session.run("python", "-m", "venv", str(theirs))
-        pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
-        session.run(*pip, "-c", str(CPU), *VERL_NEEDS, external=True)
-        session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
-        python = str(theirs / "bin" / "python")
-        for name in peers:
-            session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)
-    if "trl" in names:
-        session.run("python", "tests/benchmarks/bench_trl.py")
-
-
-def chosen(session: nox.Session, *names: str) -> list[str]:
-    """Those of the benchmarks that are named after `--`; all by default."""
-    unknown = set(session.posargs) - set(names)
-    if unknown:
-        session.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    return [name for name in names if name in session.posargs or not session.posargs]
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation site into site/; `-- serve` shows it."""
-    environment(session)
-    session.install("-q", "-c", str(CPU), "mkdocs-material")
-    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
-
-
-@nox.session(default=False)
-def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
-    session.run("python", *PYTEST, "-m", "gpu", *session.posargs)
+@contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Lock ``place`` against other nox processes."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f"{place.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,6 +1,6 @@
-"""Findings in docstrings, by package.
+"""Findings in docstrings and comments, by package, and in Markdown pages.
 
-python tests/prose.py    # number of findings of each package
+python tests/prose.py    # number of findings of each package and page
 """
 
 from __future__ import annotations
@@ -20,6 +20,29 @@ _ATTRIBUTE = re.compile(r"^\s*[*\w][\w*, ]*: (of|what|where|how|whether|who|whic
 #: A comment that documents the name below it is held to the rule of openings too.
 _COMMENT = re.compile(r"^\s*#: (.*(?:\n\s*#: .*)*)", re.MULTILINE)
 _GIVES = re.compile(r"\b[Gg]ives?\b")
+#: Phrases that read as translated, and the plain words for them.
+_PLAIN = {
+    r"gives?|gave": "returns, prints or contains",
+    r"go(?:es|ing)? on|went on": "continues",
+    "anew": "again",
+    "beside": "in addition to, next to or with",
+    "perhaps": "possibly or optionally",
+    "mend(?:s|ed|ing)?": "fix",
+    "(?:is|are|was|were) (?:told|said)": "reports or states",
+    "to be had": "is available",
+    "what it got": "what it received",
+    "hands? on": "passes",
+    "at hand": "available",
+}
+_STILTED = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), plain) for words, plain in _PLAIN.items()]
+#: A sentence or table cell of a page must not open with one of these; a heading or a question may.
+_FRAGMENT = re.compile(r"(?:What|Whether|Of|Who|Which|To be)\b(?![^.!?]*\?)")
+_PAGES = ("*.md", "core/README.md", "docs/*.md", "plugins/*/README.md", "contrib/*/README.md")
+#: Pages that other tools or the change log write.
+_GENERATED = ("docs/api.md", "CHANGELOG.md")
+_NOT_PROSE = re.compile(
+    r"^ *```.*?^ *```|<!-- keys.*?<!-- end -->|<!--.*?-->|`[^`\n]*`|\]\([^)\n]*\)", re.MULTILINE | re.DOTALL
+)
 _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -54,6 +77,26 @@ def findings(source: str) -> Iterator[str]:
             yield f"{name}: {word[0]!r}; write 'returns'"
 
 
+def page_findings(text: str) -> Iterator[str]:
+    """Yield the faults in the prose of a Markdown page; code, links' targets and generated tables are left out."""
+    prose = _NOT_PROSE.sub(lambda found: "\n" if "\n" in found[0] else "_", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?= *[-|#] ?| *\d+\. )", prose):
+        line = " ".join(paragraph.split())
+        # A heading is a noun phrase, which may be a clause: "What a model takes in memory".
+        for sentence in [] if line.startswith("#") else re.split(r"(?<=[.!?]) |^[-#>|\d.]+ | \| ", line):
+            if opening := _FRAGMENT.match(sentence):
+                yield f"{sentence[:50]!r}: opens with {opening[0]!r}"
+        for pattern, plain in _STILTED:
+            for found in pattern.finditer(line):
+                yield f"{line[max(found.start() - 20, 0) : found.end() + 20]!r}: {found[0]!r}; write {plain}"
+
+
+def pages() -> dict[str, Path]:
+    """Return the Markdown pages that are written by hand."""
+    found = {path.relative_to(ROOT).as_posix(): path for pattern in _PAGES for path in sorted(ROOT.glob(pattern))}
+    return {name: path for name, path in found.items() if name not in _GENERATED}
+
+
 def sources() -> dict[str, Path]:
     """Return the source folder of each package."""
     found = {"rollcast": ROOT / "core" / "src"}
@@ -69,3 +112,5 @@ def findings_of(package: str) -> list[str]:
 if __name__ == "__main__":
     for name in sources():
         sys.stdout.write(f"{len(findings_of(name)):5} {name}\n")
+    for name, path in pages().items():
+        sys.stdout.write(f"{len(list(page_findings(path.read_text('utf-8')))):5} {name}\n")

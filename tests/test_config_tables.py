@@ -18,6 +18,23 @@ def test_tables_are_current() -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\nnox -s config_docs writes them"
 
 
+def test_the_reference_has_every_key_of_a_run() -> None:
+    """A key that a composed run knows has a row with its sentence, range and declaring distribution."""
+    from rollcast import compose
+    from rollcast.config.sections import declarations
+
+    page = (ROOT / "docs" / "configuration-reference.md").read_text(encoding="utf-8")
+    for overrides in (["trainer=ppo"], ["trainer=sft"], ["trainer=sample"], ["trainer=ppo", "rollout=vllm"]):
+        for key, about in declarations(compose(overrides, allow_missing=True).sections).items():
+            parts = key.split(".")
+            shown = key if "engine" not in parts[1:-1] else f"<role>.engine.{parts[-1]}"
+            rows = [line for line in page.splitlines() if line.startswith(f"| `{shown}` |")]
+            if about["doc"]:
+                assert any(about["doc"].replace("|", "\\|") in row for row in rows), key
+    (row,) = [line for line in page.splitlines() if line.startswith("| `runtime.num_cpus` |")]
+    assert "| at least 1 or null | `null` | rollcast-ray | `runtime=ray` |" in row
+
+
 def test_every_key_of_the_trainers_has_a_sentence() -> None:
     from rollcast import compose
 

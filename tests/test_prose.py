@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prose import findings, findings_of, sources
+from prose import findings, findings_of, page_findings, pages, sources
 
 
 @pytest.mark.parametrize("package", sources())
@@ -40,3 +40,33 @@ def test_plain_english_has_no_finding() -> None:
         list(findings('def f():\n    """Return the path.\n\n    Args:\n        path: path of the folder.\n    """\n'))
         == []
     )
+
+
+@pytest.mark.parametrize("page", pages())
+def test_a_page_has_no_finding(page: str) -> None:
+    assert list(page_findings(pages()[page].read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It runs. What is left is freed.",
+        "- Whether it runs.",
+        "| key | Of the folder. |",
+        "A call gives a number.",
+        "The run goes on.",
+        "Rows are written anew.",
+        "It may be `null`, perhaps.",
+        "They stand beside the others.",
+    ],
+)
+def test_each_kind_is_found_on_a_page(text: str) -> None:
+    assert len(list(page_findings(f"# Title\n\n{text}\n"))) == 1
+
+
+def test_code_headings_questions_and_generated_tables_are_left_out() -> None:
+    page = (
+        "# What a run writes\n\nHow old is a token? What is a pool?\n\n`it gives`, [a page](what-goes-on.md)\n\n"
+        "```text\nit goes on\n```\n\n<!-- keys: x -->\n| a | Whether it gives. |\n<!-- end -->\n"
+    )
+    assert list(page_findings(page)) == []

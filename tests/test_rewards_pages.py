@@ -7,10 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from page_packages import DOCS, titled_blocks
 from run_commands import SMALL, Commands, read_metrics
+
+from rollcast.contracts.reward import RewardSample, build_reward, build_reward_manager
 
 RUN = ("train", *SMALL, "runtime=local", "trainer.total_steps=2", "run_dir=run")
 
@@ -30,6 +34,33 @@ def test_functions_from_files(rollcast: Commands) -> None:
     (row,) = read_metrics(rollcast.folder / "judged")
     assert row["judge/replies"] > 0
     assert 1 <= row["judge/reply_tokens"] <= 4
+
+
+def test_functions_of_verl_and_trl(tmp_path: Path) -> None:
+    for name in ("verl_rewards.py", "trl_rewards.py"):
+        (tmp_path / name).write_text(titled_blocks("rewards.md")[name])
+    samples = [
+        RewardSample("52917304=", "01234579", "01234579", extra_info={"answer": "01234579"}),
+        RewardSample("10=", " 01", "01", extra_info={"answer": "01"}),
+    ]
+    options: dict[str, dict[str, Any]] = {
+        "verl": {"path": f"{tmp_path}/verl_rewards.py", "scale": 2.0},
+        "batch": {"path": f"{tmp_path}/verl_rewards.py", "name": "compute_scores"},
+        "trl": {
+            "reward_funcs": [f"{tmp_path}/trl_rewards.py:{name}" for name in ("accuracy", "only_long")],
+            "reward_weights": [1.0, 0.2],
+        },
+    }
+    found = {}
+    for name, given in options.items():
+        manager = build_reward_manager("naive", build_reward("trl" if name == "trl" else "function", given))
+        found[name] = manager(samples)
+        manager.close()
+    assert [result.score for result in found["verl"]] == [2.0, 0.0]
+    assert [result.score for result in found["batch"]] == [1.0, 0.0]
+    assert [result.score for result in found["trl"]] == [1.2, 1.0]
+    assert found["trl"][0].extra == {"accuracy": 1.0, "only_long": 1.0, "only_long/longest": 8.0}
+    assert found["trl"][1].extra == {"accuracy": 1.0, "only_long/longest": 8.0}
 
 
 @pytest.fixture
@@ -88,4 +119,4 @@ def test_the_tables_name_every_part(rollcast: Commands) -> None:
         if ours and part["group"] in pages:
             found += 1
             assert f"| `{part['name']}` |" in (DOCS / pages[part["group"]]).read_text(), part
-    assert found == 24
+    assert found == 25

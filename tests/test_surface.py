@@ -13,9 +13,7 @@ import surface
 def require_current(found: str, file: str, text: str) -> None:
     difference = list(difflib.unified_diff(text.splitlines(), found.splitlines(), file, "the code", lineterm="", n=1))
     if difference:
-        pytest.fail(
-            "\n".join([*difference[:60], f"run `{surface.COMMAND}` and add a line to CHANGELOG.md"]), pytrace=False
-        )
+        pytest.fail("\n".join([*difference[:60], f"run `{surface.COMMAND}` and add a file to changes/"]), pytrace=False)
 
 
 def test_signatures_are_frozen() -> None:
@@ -38,7 +36,7 @@ def test_a_changed_signature_fails_with_what_to_do(monkeypatch: pytest.MonkeyPat
     from rollcast.contracts import weights
 
     monkeypatch.setattr(weights.AdapterWeights, "config_json", lambda self, indent: "")
-    with pytest.raises(pytest.fail.Exception, match="nox -s surface` and add a line to CHANGELOG"):
+    with pytest.raises(pytest.fail.Exception, match="nox -s surface` and add a file to changes/"):
         test_signatures_are_frozen()
 
 

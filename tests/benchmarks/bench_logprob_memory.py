@@ -37,7 +37,7 @@ def backward(log_probs: torch.Tensor, entropy: torch.Tensor) -> None:
     (-log_probs.mean() - 0.01 * entropy.mean()).backward()
 
 
-def measure(connection: Connection, shape: Shape, fused: bool, threads: int) -> None:
+def measure(connection: Connection, shape: Shape, chunk: int, threads: int) -> None:
     """Send values, seconds, and bytes beyond inputs and gradients."""
     torch.set_num_threads(threads)
     states, weight, chosen = make_inputs(shape)
@@ -47,8 +47,8 @@ def measure(connection: Connection, shape: Shape, fused: bool, threads: int) -> 
     backward(warm.log_probs, warm.entropy)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    if fused:
-        stats = linear_stats(states, weight, None, chosen, sum_pi_squared=False)
+    if chunk:
+        stats = linear_stats(states, weight, None, chosen, sum_pi_squared=False, chunk_size=chunk)
         log_probs, entropy = stats.log_probs, stats.entropy
     else:
         logits = states @ weight.T
@@ -59,9 +59,9 @@ def measure(connection: Connection, shape: Shape, fused: bool, threads: int) -> 
     connection.send((log_probs.detach(), entropy.detach(), seconds, peak - states.nbytes - weight.nbytes))
 
 
-def run(shape: Shape, fused: bool, threads: int) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+def run(shape: Shape, chunk: int, threads: int) -> tuple[torch.Tensor, torch.Tensor, float, int]:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=measure, args=(theirs, shape, fused, threads))
+    process = multiprocessing.get_context("spawn").Process(target=measure, args=(theirs, shape, chunk, threads))
     process.start()
     log_probs, entropy, seconds, extra = ours.recv()
     process.join()
@@ -73,13 +73,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=64, help="tokens of a chunk (log_probs_chunk_size)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/logprob_memory.json"))
     options = parser.parse_args()
     torch.multiprocessing.set_sharing_strategy("file_system")
     shape = (options.tokens, options.vocabulary, options.hidden)
     full = 4 * options.tokens * options.vocabulary
-    ours, plain = (run(shape, fused, options.threads) for fused in (True, False))
+    ours, plain = (run(shape, chunk, options.threads) for chunk in (options.chunk, 0))
     differences = [
         float(((mine - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
         for mine, theirs in zip(ours[:2], plain[:2], strict=True)
@@ -90,7 +91,8 @@ def main() -> None:
     ]
     notes = [
         f"the plain way: {plain[3] / 1e6:,.0f} MB, {plain[2]:.1f} s; ours {ours[2]:.1f} s, forward and backward",
-        f"{options.tokens} tokens, {options.vocabulary} words, hidden size {options.hidden}, {options.threads} thread(s)",
+        f"{options.tokens} tokens, {options.vocabulary} words, hidden size {options.hidden}, "
+        f"{options.chunk} tokens a chunk, {options.threads} thread(s)",
     ]
     write_report("log-probs and entropy without full logits", comparisons, notes, options.output)
 

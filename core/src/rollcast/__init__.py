@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollcast._version import __version__ as __version__
     from rollcast.config.assembly import Composed as Composed
     from rollcast.config.assembly import compose as compose
+    from rollcast.config.launch import train as train
     from rollcast.config.overrides import format_override as format_override
     from rollcast.config.sections import build_section as build_section
     from rollcast.contracts.dispatch import DispatchMode as DispatchMode
@@ -38,6 +39,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rollcast._lazy": ["lazy_exports"],
         "rollcast._version": ["__version__"],
         "rollcast.config.assembly": ["Composed", "compose"],
+        "rollcast.config.launch": ["train"],
         "rollcast.config.overrides": ["format_override"],
         "rollcast.config.sections": ["build_section"],
         "rollcast.contracts.dispatch": ["DispatchMode"],

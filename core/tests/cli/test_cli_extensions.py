@@ -27,6 +27,23 @@ TYPER = """
 
     one = typer.Typer()
 
+    several = typer.Typer()
+
+    @several.callback(no_args_is_help=True)
+    def about() -> None:
+        '''Do several things.
+
+        One after the other.
+        '''
+
+    @several.command()
+    def first() -> None:
+        '''Do the first.'''
+
+    @several.command("other")
+    def second() -> None:
+        '''Do the second.'''
+
     @one.command()
     def only(words: list[str]) -> None:
         '''The only command.'''
@@ -39,6 +56,7 @@ def speaker(make_dist: Callable[..., Path]) -> Path:
     points = {
         "tp_say": "tp_say:app",
         "tp_one": "tp_say:one",
+        "tp_several": "tp_say:several",
         "tp_broken": "tp_say_broken:app",
         "tp_odd": "tp_say:hello",
         "version": "tp_say:one",
@@ -59,6 +77,7 @@ def test_help_shows_their_help_lines_without_importing(run_apart: Run, speaker: 
     for name, line in (
         ("tp_say", "Say things."),
         ("tp_one", "The only command."),
+        ("tp_several", "Do several things."),
         ("tp_broken", "A command of tp-say"),
     ):
         assert re.search(rf"{name}\s+{line}", done.out), name

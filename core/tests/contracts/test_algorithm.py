@@ -15,10 +15,17 @@ from rollcast.contracts.algorithm import (
     PolicyLossOutput,
     advantage,
     advantages,
+    kl_penalties,
+    kl_penalty,
+    loss_aggregations,
     needs_of,
     policy_loss,
+    policy_losses,
     prepare_policy_loss,
     try_estimator,
+    try_kl_penalty,
+    try_loss_aggregation,
+    try_policy_loss,
 )
 from rollcast.errors import ColumnError, PluginTypeError
 
@@ -154,3 +161,124 @@ def test_an_estimator_may_need_an_option_that_only_a_run_has() -> None:
     try_estimator(_needs_option, "mine", options={"scale": 2.0})
     with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
         try_estimator(_needs_option, "mine")
+
+
+def _undeclared(inputs: Any) -> AdvantageOutputs:
+    return AdvantageOutputs.from_scores(inputs.column("turn_ids").sum(-1), inputs.response_mask)
+
+
+def test_an_undeclared_column_is_found_on_a_small_batch() -> None:
+    with pytest.raises(PluginTypeError, match=r"mine reads a column that it does not declare: .*'turn_ids'"):
+        try_estimator(_undeclared, "mine")
+    assert advantages.probe is not None
+    assert "does not declare" in str(advantages.probe(_undeclared))
+
+
+def _surrogate(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    return PolicyLossOutput(-inputs.advantages * ratio, {"ratio": ratio.detach()})
+
+
+@policy_loss(needs={"values"}, prepare=lambda given: {"mean": given.values.mean().expand(given.advantages.shape)})
+def _prepared(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(_surrogate(inputs).losses * inputs.prepared["mean"])
+
+
+@policy_loss(needs={"a_column_of_a_stranger"})
+def _strange_loss(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    raise AssertionError("what the column holds is not known, so it must not be called")
+
+
+def _with_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(_surrogate(inputs).losses * inputs.options["scale"])
+
+
+@pytest.mark.parametrize("loss", [_surrogate, _prepared, _strange_loss])
+def test_a_policy_loss_that_works_passes_its_trial(loss: Any) -> None:
+    try_policy_loss(loss, "mine")
+    assert policy_losses.probe is not None
+    assert policy_losses.probe(loss) is None
+
+
+def test_a_policy_loss_may_need_an_option_that_only_a_run_has() -> None:
+    assert policy_losses.probe is not None
+    assert policy_losses.probe(_with_option) is None
+    try_policy_loss(_with_option, "mine", options={"scale": 2.0})
+    with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
+        try_policy_loss(_with_option, "mine")
+
+
+def _not_finite(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(inputs.log_probs.log())
+
+
+def _steep(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput((inputs.log_probs - inputs.log_probs.detach()).abs().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda inputs: inputs.log_prob, "mine fails on a small batch: AttributeError: .*log_prob"),
+        (lambda inputs: inputs.log_probs, "mine returned a Tensor, not a PolicyLossOutput"),
+        (lambda inputs: PolicyLossOutput(inputs.log_probs.sum(-1)), r"losses that are torch.float32 \[6\]"),
+        (lambda inputs: PolicyLossOutput(inputs.log_probs * inputs.values), "does not declare: .*'values'"),
+        (_not_finite, "mine returned losses with NaN or infinity"),
+        (_steep, "values whose gradient is with NaN or infinity"),
+        (lambda inputs: PolicyLossOutput(inputs.log_probs, {"kl": inputs.log_probs.mean()}), "the metric 'kl'"),
+        (lambda inputs: PolicyLossOutput(inputs.log_probs, [1]), "metrics that are a list, not a mapping"),
+    ],
+)
+def test_a_mistake_of_a_policy_loss_is_found_on_a_small_batch(loss: Any, words: str) -> None:
+    with pytest.raises(PluginTypeError, match=words):
+        try_policy_loss(loss, "mine")
+    assert policy_losses.probe is not None
+    assert "does not work: the policy loss" in str(policy_losses.probe(loss))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "words"),
+    [
+        (lambda losses, mask, counts: losses.sum() / counts.token, "AttributeError: .*token"),
+        (
+            lambda losses, mask, counts: (losses * mask).sum(-1),
+            r"returned torch.float32 \[6\]; it has to be one number",
+        ),
+        (lambda losses, mask, counts: float(losses.detach().sum()), "returned a float; it has to be one number"),
+        (lambda losses, mask, counts: losses.detach().sum(), "without a gradient"),
+        (lambda losses, mask, counts: losses.sum() / 0.0, "a loss with NaN or infinity"),
+    ],
+)
+def test_a_mistake_of_an_aggregation_is_found_on_a_small_batch(aggregation: Any, words: str) -> None:
+    with pytest.raises(PluginTypeError, match=words):
+        try_loss_aggregation(aggregation, "mine")
+    assert loss_aggregations.probe is not None
+    assert "does not work: the loss aggregation" in str(loss_aggregations.probe(aggregation))
+
+
+@pytest.mark.parametrize(
+    ("penalty", "words"),
+    [
+        (lambda log_probs, ref: log_probs.sub(reff=ref), "mine fails on a small batch: TypeError"),
+        (lambda log_probs, ref: (log_probs - ref).mean(), r"an estimate that are torch.float32 \[\]"),
+        (lambda log_probs, ref: log_probs > ref, "an estimate that are torch.bool"),
+        (lambda log_probs, ref: (log_probs - ref).log(), "an estimate with NaN or infinity"),
+        (kl_penalty(needs_vocabulary=True)(lambda log_probs, ref: log_probs - ref), r"torch.float32 \[6, 4, 5\]"),
+    ],
+)
+def test_a_mistake_of_a_kl_penalty_is_found_on_a_small_batch(penalty: Any, words: str) -> None:
+    with pytest.raises(PluginTypeError, match=words):
+        try_kl_penalty(penalty, "mine")
+    assert kl_penalties.probe is not None
+    assert "does not work: the KL penalty" in str(kl_penalties.probe(penalty))
+
+
+def test_aggregations_and_penalties_that_work_pass_their_trial() -> None:
+    try_loss_aggregation(lambda losses, mask, counts: (losses * mask).sum() / counts.tokens, "mine")
+    try_kl_penalty(lambda log_probs, ref: log_probs - ref, "mine")
+
+    @kl_penalty(needs_vocabulary=True)
+    def exact(log_probs: Any, ref: Any) -> Any:
+        return (log_probs.exp() * (log_probs - ref)).sum(-1)
+
+    try_kl_penalty(exact, "mine")

@@ -96,6 +96,22 @@ def test_a_tool_is_called_and_its_result_is_not_trained(renderer):
     check_accounting(engine, session)
 
 
+@pytest.mark.parametrize(("loop", "shown"), [("single_turn", ["lookup"]), ("tool", ["multiply", "lookup"])])
+def test_tools_of_the_dataset_are_shown(renderer, loop, shown):
+    """Those of the column ``tools`` after those that run; a name that both have is shown once."""
+    schemas = [
+        {"type": "function", "function": {"name": name, "description": "From the file.", "parameters": {}}}
+        for name in ("lookup", *(["multiply"] if loop == "tool" else []))
+    ]
+    chosen = SingleTurnLoop(setup()) if loop == "single_turn" else ToolLoop(setup(multiply))
+    engine = ScriptedEngine(renderer, ["42"])
+    (trajectory,), _ = roll(chosen, engine, task={**TASK, "tools": schemas})
+    text = renderer.decode(trajectory.token_ids)
+    assert [name for name in shown if f'"{name}"' in text] == shown
+    assert text.count('"multiply"') == (loop == "tool")
+    assert text.count("From the file.") == 1
+
+
 def test_malformed_and_unknown_calls_are_answered(renderer):
     script = ["<tool_call>{</tool_call>", CALL.replace("multiply", "divide"), "never mind"]
     (trajectory,), _ = roll(ToolLoop(setup(multiply)), ScriptedEngine(renderer, script))

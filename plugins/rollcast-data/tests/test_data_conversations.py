@@ -133,16 +133,22 @@ def test_long_conversations(write_rows: Write, chat_tokenizer: PreTrainedTokeniz
     [
         ({"prompt": "a"}, r"no column 'messages' \(data\.messages_key\)"),
         ({"messages": []}, "messages has to be a list of messages"),
-        ({"messages": ["a"]}, "message 0 is no object with a role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "the content of message 0 is no string"),
+        ({"messages": ["a"]}, "message 0 of messages is str 'a', not an object with role and content"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "message 0 of messages has no 'content' that is a string or a list of text parts, this is int 3",
+        ),
         ({"messages": TALK[:1]}, "no message of the conversation is a reply to train"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, r"message 1 has the weight 0\.5; valid: 0, 1"),
         ({"messages": [{**TALK[1], "tool_calls": [{"name": "f"}]}]}, r"a tool call without function\.name"),
         (
             {"messages": [{**TALK[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "arguments of message 0: not JSON",
+            "arguments of message 0 of messages: not JSON",
         ),
-        ({"messages": TALK, "tools": {"a": 1}}, r"tools \(data\.tools_key\) is a list of schemas, this is dict"),
+        (
+            {"messages": TALK, "tools": {"a": 1}},
+            r"tools \(data\.tools_key\) has to be a list of JSON schemas or its JSON text, this is dict",
+        ),
     ],
 )
 def test_bad_rows(

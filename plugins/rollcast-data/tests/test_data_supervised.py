@@ -49,7 +49,7 @@ def test_filtered_rows_keep_prompt_and_response_together(write_rows: Write, toke
 def test_bad_rows(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no column 'response' \(data\.response_key\)"):
         SupervisedDataset([write_rows([{"prompt": "a"}])], tokenizer, DataConfig())
-    with pytest.raises(DataError, match="a response is a string, this is int"):
+    with pytest.raises(DataError, match=r"a response \(response\) is a string, this is int"):
         SupervisedDataset([write_rows([{"prompt": "a", "response": 3}])], tokenizer, DataConfig())
 
 

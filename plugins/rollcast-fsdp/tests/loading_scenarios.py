@@ -92,10 +92,10 @@ def fail_to_write(context: WorkerContext, folder: Path, checkpoint: Path) -> str
 
     write = checkpoints.write_sums
 
-    def fail(path: Path, rank: int) -> None:
+    def fail(path: Path, rank: int, written: Any) -> None:
         if rank == 1:
             raise OSError("no space left")
-        write(path, rank)
+        write(path, rank, written)
 
     engine = scenarios.build(context, folder)
     checkpoints.write_sums = fail

@@ -11,13 +11,15 @@ import fsdp_scenarios as scenarios
 import loading_scenarios as loading
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import nn
 
-from rollcast.contracts.engine import EngineSetup, ModelConfig
+from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig
 from rollcast.errors import ConfigError
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.kernels import apply_liger, compile_layers
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_testing.tiny import random_batch
 
 ALONE = scenarios.ALONE
 
@@ -43,6 +45,24 @@ def test_compiled_layers_compute_the_same(model_folder: Path, monkeypatch: pytes
             for each in (module, other)
         )
     assert torch.equal(ours, theirs)
+
+
+def test_packs_of_any_length_and_number_of_rows_are_compiled_once(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_module(self, backend="eager", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = scenarios.build(ALONE, model_folder, use_torch_compile=True, use_remove_padding=True)
+    graphs = []
+    for step in range(6):
+        batch = random_batch(2 + step, 5 + 2 * step, 7 + 3 * step, seed=step)
+        with engine.train_mode():
+            engine.train_batch(batch, scenarios.nll, ForwardSettings())
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert set(graphs) == {graphs[0]}, f"graphs after each batch: {graphs}"
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

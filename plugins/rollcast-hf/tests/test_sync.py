@@ -11,6 +11,7 @@ from rollcast.contracts.rollout import RolloutCapabilities, SamplingParams
 from rollcast.errors import CapabilityError
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.sync import InProcessSync
+from rollcast_testing import WeightSyncSuite
 
 
 def test_binds_once_and_moves_the_version(rollout: HfRollout, model: Any) -> None:
@@ -35,3 +36,14 @@ def test_refuses_parts_that_cannot(rollout: HfRollout, engine: Any) -> None:
     engine.capabilities = EngineCapabilities()
     with pytest.raises(CapabilityError, match="ModuleEngine"):
         InProcessSync(engine, [rollout])
+
+
+class TestInProcess(WeightSyncSuite):
+    name = "in_process"
+
+    @pytest.fixture(autouse=True)
+    def _pair(self, rollout: HfRollout, engine: ModuleEngine) -> None:
+        self._engine, self._rollout = engine, rollout
+
+    def in_process_pair(self) -> tuple[Any, Any]:
+        return self._engine, self._rollout

@@ -55,3 +55,36 @@ def test_an_uncaught_error_waits_for_no_ray_that_is_gone(
     monkeypatch.setattr(sys, "excepthook", ray_worker.custom_excepthook)
     embedded.end(lambda: None)
     assert sys.excepthook is ray_worker.normal_excepthook
+
+
+STUCK = """
+import sys, threading, time
+from rollcast.cli import app
+from rollcast_ray.embedded import EmbeddedRay
+import atexit
+
+embedded = EmbeddedRay()
+embedded._leaving = threading.Thread(target=time.sleep, args=(600,), daemon=True)  # stands for Ray's native threads
+embedded._leaving.start()
+atexit.register(embedded._exit_if_stuck)
+{ends}
+"""
+IN_COMMAND = "app.build_app = lambda: lambda prog_name: {}\napp.main()"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (IN_COMMAND.format("sys.exit(143)"), 143),
+        (IN_COMMAND.format("sys.exit()"), 0),
+        (IN_COMMAND.format("sys.exit('no model')"), 1),
+        (IN_COMMAND.format("1 / 0"), 1),
+        ("", 2),
+    ],
+    ids=["interrupted", "done", "refused", "bug", "no command"],
+)
+def test_a_stuck_ray_keeps_the_exit_code_of_the_command(ends: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK.format(ends=ends)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr

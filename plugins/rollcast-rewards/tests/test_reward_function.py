@@ -4,11 +4,12 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward_manager
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.function import FunctionReward
 from rollcast_rewards.policy import check_value
@@ -48,6 +49,28 @@ def verl_many(data_source, solution_str, ground_truth):
 
     return {"score": 1.0, "norms": torch.ones(2)}
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return {"score": scale * (solution_str == ground_truth), "level": extra_info["level"]}
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": float(solution_str == ground_truth), "acc": False, **kwargs}
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):
+    best = max(map(len, solution_strs))
+    return [
+        {"score": scale * (text == truth), "best": best, "level": extra["level"]}
+        for text, truth, extra in zip(solution_strs, ground_truths, extra_infos)
+    ]
+
+async def verl_batch_async(data_sources, solution_strs, ground_truths, extra_infos=None, **kwargs):
+    return [float(text == truth) for text, truth in zip(solution_strs, ground_truths)]
+
+def verl_batch_short(data_sources, solution_strs, ground_truths):
+    return [1.0 for text in solution_strs if text]
+
+def trl(prompts, completions, **kwargs):
+    return [0.0] * len(completions)
+
 def no_score(sample):
     return {"value": 1}
 
@@ -81,7 +104,7 @@ class TestFunction(RewardSuite):
     name = "function"
     cases = ((SAMPLE, 1.0), (RewardSample("?", "5", ground_truth="4", extra_info={"level": 1}), 0.0))
 
-    @pytest.fixture(autouse=True, params=["by_sample", "verl", "verl_short"])
+    @pytest.fixture(autouse=True, params=["by_sample", "verl", "verl_short", "verl_batch"])
     def _point_to_the_file(self, request: pytest.FixtureRequest, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(self), "options", {"path": f"{write()}:{request.param}"})
 
@@ -104,6 +127,49 @@ def test_verl_mappings(write: Write) -> None:
         FunctionReward(f"{path}:no_score").score(SAMPLE)
 
 
+def test_the_function_is_named_apart_from_the_file_as_in_verl(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write()
+    assert FunctionReward(str(path)).score(SAMPLE) == RewardResult(1.0, None, {"level": 2.0})
+    assert FunctionReward(str(path), name="compute_score", scale=2.0).score(SAMPLE).score == 2.0  # type: ignore[union-attr]
+    assert FunctionReward(str(path), name="by_sample").score(SAMPLE) == 1.0
+    monkeypatch.syspath_prepend(path.parent)
+    assert FunctionReward("mine:by_sample").score(SAMPLE) == 1.0
+    # With a colon in the path, name is an option of the function.
+    assert FunctionReward(f"{path}:verl_open", name="x").score(SAMPLE) == 2
+
+
+def test_verl_asynchronous(write: Write) -> None:
+    manager = build_reward_manager("naive", FunctionReward(str(write()), name="verl_async", bonus=3))
+    assert manager([SAMPLE, SAMPLE]) == [RewardResult(1.0, False, {"bonus": 3.0})] * 2
+    manager.close()
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch"])
+@pytest.mark.parametrize("name", ["verl_batch", "verl_batch_async"])
+def test_verl_batches(write: Write, manager: str, name: str) -> None:
+    reward = FunctionReward(f"{write()}:{name}", **({"scale": 0.5} if name == "verl_batch" else {}))
+    assert reward.scores_batches
+    built = build_reward_manager(manager, reward)
+    wrong = replace(SAMPLE, response="longer")
+    right, other = built([SAMPLE, wrong])
+    built.close()
+    if name == "verl_batch":
+        assert right == RewardResult(0.5, None, {"best": 6.0, "level": 2.0})  # it saw both
+    assert (right.score, other.score) == (0.5 if name == "verl_batch" else 1.0, 0.0)
+    # A manager that scores one sample after the other calls it with batches of one.
+    assert build_reward_manager("prime", reward, options={"num_processes": 1})([wrong])[0].score == 0.0
+
+
+def test_batches_that_do_not_fit(write: Write) -> None:
+    path = write()
+    with pytest.raises(RewardError, match="returned 1 scores for 2 samples"):
+        FunctionReward(f"{path}:verl_batch_short").score_batch([SAMPLE, replace(SAMPLE, response="")])
+    with pytest.raises(ConfigError, match=r"takes completions, as TRL's functions do; use reward=trl"):
+        FunctionReward(f"{path}:trl")
+    with pytest.raises(ConfigError, match="with the options bonsu"):
+        FunctionReward(f"{path}:verl_batch", bonsu=1)
+
+
 def test_numbers_of_numpy_and_torch_in_a_mapping_are_kept(write: Write) -> None:
     path = write()
     found = check_value(FunctionReward(f"{path}:verl_scalars").score(SAMPLE), SAMPLE)
@@ -116,7 +182,10 @@ def test_numbers_of_numpy_and_torch_in_a_mapping_are_kept(write: Write) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("by_smple", r"has no 'by_smple'; its functions: by_sample, no_score, two, verl, .*with_option"),
+        (
+            "by_smple",
+            r"has no 'by_smple'; its functions: by_sample, compute_score, no_score, trl, two, verl, .*with_option",
+        ),
         ("number", "'number' in .* is of type int and cannot be called"),
         ("two", r"mine\.py:two\(sample, other\) cannot be called: missing a required argument: 'other'"),
         ("with_option", "missing a required .*'bonus'"),
@@ -141,7 +210,7 @@ def test_files_that_do_not_fit(write: Write, tmp_path: Path) -> None:
         FunctionReward(f"{tmp_path}/zzzz:f")
     with pytest.raises(ConfigError, match=r"does not exist; Python files there: none"):
         FunctionReward(f"{tmp_path}/nowhere/zzzz.py:f")
-    for path in ("mine.py", ":f", "mine.py:", "mine.py:a b"):
+    for path in (":f", "mine.py:", "mine.py:a b"):
         with pytest.raises(ConfigError, match=r"it has to be 'file\.py:function'"):
             FunctionReward(path)
     with pytest.raises(ConfigError, match="is not a Python file"):

@@ -26,9 +26,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds writers up before their last file until it is set."""
     release, write = threading.Event(), checkpoint.write_sums
 
-    def wait(path: Path, rank: int) -> None:
+    def wait(path: Path, rank: int, written: Any) -> None:
         assert release.wait(60)
-        write(path, rank)
+        write(path, rank, written)
 
     monkeypatch.setattr(checkpoint, "write_sums", wait)
     yield release
@@ -77,10 +77,10 @@ def test_a_failed_write_is_reported_at_the_next_step(
 ) -> None:
     write = checkpoint.write_sums
 
-    def fail(path: Path, rank: int) -> None:
+    def fail(path: Path, rank: int, written: Any) -> None:
         if "step_2" in str(path):
             raise OSError("no space left on the disk")
-        write(path, rank)
+        write(path, rank, written)
 
     monkeypatch.setattr(checkpoint, "write_sums", fail)
     with pytest.raises(CheckpointError, match=r"step_2 could not be written: .*no space left .*complete ones: step_1"):
@@ -118,10 +118,10 @@ from rollcast_fsdp import checkpoint
 
 write = checkpoint.write_sums
 
-def die(path, rank):
+def die(path, rank, written):
     if "step_2" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
-    write(path, rank)
+    write(path, rank, written)
 
 checkpoint.write_sums = die
 launch(sys.argv[1:])

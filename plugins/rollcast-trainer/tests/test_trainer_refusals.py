@@ -17,7 +17,13 @@ from typer.testing import CliRunner, Result
 
 from rollcast.cli.app import build_app
 from rollcast.config import compose
-from rollcast.contracts.algorithm import AdvantageInputs, advantages
+from rollcast.contracts.algorithm import (
+    AdvantageInputs,
+    advantages,
+    kl_penalties,
+    loss_aggregations,
+    policy_losses,
+)
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast_trainer.ppo import PpoTrainer
@@ -312,6 +318,26 @@ class _Deaf(BaseTracker):
     [
         (["algorithm.adv_kwargs={wrong: 1}"], "algorithm.adv_estimator=grpo of rollcast-algorithms"),
         (["algorithm.adv_estimator=test_scores"], "returned a Tensor, not an AdvantageOutputs"),
+        (
+            ["+actor.policy_loss_kwargs.wrong=1"],
+            "actor.policy_loss=vanilla of rollcast-algorithms 0.1.0 (rollcast_algorithms.policy_losses:vanilla) with "
+            "actor.policy_loss_kwargs={'wrong': 1} fails on a small batch: ValueError",
+        ),
+        (["actor.clip_ratio_c=0.5"], "fails on a small batch: ValueError: clip_ratio_c must be greater than 1"),
+        (["actor.policy_loss=test_bare"], "actor.policy_loss=test_bare of test_trainer_refusals"),
+        (["actor.loss_agg_mode=test_rows"], "actor.loss_agg_mode=test_rows of test_trainer_refusals"),
+        (
+            ["algorithm.adv_estimator=gae", "critic.loss_agg_mode=test_rows"],
+            "critic.loss_agg_mode=test_rows of test_trainer_refusals",
+        ),
+        (
+            ["actor.use_kl_loss=true", "actor.kl_loss_type=test_infinite"],
+            "actor.kl_loss_type=test_infinite of test_trainer_refusals",
+        ),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=test_infinite"],
+            "algorithm.kl_penalty=test_infinite of test_trainer_refusals",
+        ),
         (["trainer_kwargs.beta=1"], "trainer_kwargs.beta is set, but trainer=ppo takes no free options"),
         (["trackers=[test_deaf]"], "listens to 'on_metrics' with the argument 'stepp'"),
     ],
@@ -319,7 +345,13 @@ class _Deaf(BaseTracker):
 def test_a_plugin_that_cannot_work_is_refused_before_anything_is_written(
     train: Callable[..., Result], tmp_path: Path, changes: list[str], says: str
 ) -> None:
-    with advantages.temporarily("test_scores", _returns_scores), trackers.temporarily("test_deaf", _Deaf):
+    with (
+        advantages.temporarily("test_scores", _returns_scores),
+        policy_losses.temporarily("test_bare", lambda inputs: inputs.log_probs),
+        loss_aggregations.temporarily("test_rows", lambda losses, mask, counts: losses.sum(-1)),
+        kl_penalties.temporarily("test_infinite", lambda log_probs, ref: (log_probs - ref).log()),
+        trackers.temporarily("test_deaf", _Deaf),
+    ):
         assert_refused(train(tmp_path / "run", *changes), says)
     assert not (tmp_path / "run").exists()
 

@@ -73,14 +73,14 @@ def assert_ends(
     process: subprocess.Popen[str],
     act: Callable[[list[psutil.Process]], None],
     says: list[str],
-    codes: tuple[int, ...] = (2,),
+    code: int = 2,
 ) -> None:
-    """It exits with one of these codes and these words, and no process of it is left."""
+    """It exits with this code and these words, and no process of it is left."""
     all_of_it = processes_of(process)
     try:
         act(all_of_it)
         out, err = process.communicate(timeout=LONG_S)
-        assert process.returncode in codes, out + err
+        assert process.returncode == code, out + err
         for word in says:
             assert word in err, err
         assert "Traceback" not in out + err
@@ -95,7 +95,7 @@ def test_a_signal_ends_a_run_and_all_its_processes(
 ) -> None:
     process = start_run(small_task, tmp_path / "run", "local")
     says = ["interrupted; the last checkpoint is", "checkpoints/step_"]
-    assert_ends(process, lambda _: process.send_signal(number), says, (128 + number,))
+    assert_ends(process, lambda _: process.send_signal(number), says, 128 + number)
 
 
 def test_nothing_listens_beyond_loopback_and_a_hangup_ends_it(small_task: SmallTask, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_nothing_listens_beyond_loopback_and_a_hangup_ends_it(small_task: SmallT
         assert {address for _, address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
         process.send_signal(signal.SIGHUP)
 
-    assert_ends(process, act, ["interrupted; the last checkpoint is"], (128 + signal.SIGHUP,))
+    assert_ends(process, act, ["interrupted; the last checkpoint is"], 128 + signal.SIGHUP)
 
 
 def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path) -> None:
@@ -138,15 +138,17 @@ def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path)
         assert {address.ip for _, address in found} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
         process.send_signal(signal.SIGHUP)
 
-    assert_ends(process, act, ["interrupted; the last checkpoint is"], (128 + signal.SIGHUP,))
+    assert_ends(process, act, ["interrupted; the last checkpoint is"], 128 + signal.SIGHUP)
 
 
-def test_sigterm_to_the_process_group_is_one_to_the_driver(small_task: SmallTask, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_process_group_is_one_to_the_driver(
+    small_task: SmallTask, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ray's own processes end with the group, and the driver's native threads may wait for them."""
     process = start_run(small_task, tmp_path / "run", "ray")
     says = ["interrupted; the last checkpoint is"]
-    # Ray's own processes end with the group. A driver whose native threads then wait for them leaves with 2.
-    codes = (128 + signal.SIGTERM, 2)
-    assert_ends(process, lambda _: os.killpg(process.pid, signal.SIGTERM), says, codes)
+    assert_ends(process, lambda _: os.killpg(process.pid, number), says, 128 + number)
 
 
 def test_a_killed_gcs_is_named_with_the_last_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:

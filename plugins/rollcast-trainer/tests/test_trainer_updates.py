@@ -22,7 +22,7 @@ from trainer_tools import (
 )
 
 from rollcast.config import compose
-from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
+from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
 from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
@@ -217,16 +217,12 @@ def test_which_losses_allow_rows_to_be_left_out() -> None:
     assert needs_advantage(make_ppo_loss(needs_option, token_mean, options={"weight": 2.0}))
 
 
-@pytest.mark.parametrize(
-    ("loss", "says"),
-    [
-        (make_ppo_loss(vanilla, token_mean, clip_ratio_c=0.5), "clip_ratio_c"),
-        (make_ppo_loss(needs_option, token_mean), "weight"),
-    ],
-)
-def test_a_policy_loss_that_refuses_its_options(loss: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"actor.policy_loss .*{says}"):
-        needs_advantage(loss)
+def test_a_column_of_a_policy_loss_may_have_a_gradient_of_its_own() -> None:
+    @policy_loss(needs={"trust"})
+    def trusting(inputs: PolicyLossInputs) -> PolicyLossOutput:
+        return PolicyLossOutput(inputs.log_probs * inputs.column("trust"))
+
+    assert not needs_advantage(make_ppo_loss(trusting, token_mean))
 
 
 def test_kl_in_the_reward(fixed: Fixed) -> None:

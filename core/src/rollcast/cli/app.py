@@ -25,7 +25,7 @@ from rollcast.cli.explain import explain
 from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
-from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines
+from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines, recorded_exit_code
 from rollcast.errors import PluginError
 from rollcast.plugins import Registry
 from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins, find_source
@@ -131,7 +131,10 @@ def _read_help(plugin: PluginInfo) -> str:
     except (OSError, SyntaxError, ValueError):
         return ""
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
-    own = [each for each in functions if each.name == attribute or _is_command_of(each, attribute)]
+    # As in Typer, the help of an application with several commands is the callback's.
+    own = [each for each in functions if _is_decorated(each, f"{attribute}.callback")] or [
+        each for each in functions if each.name == attribute or _is_decorated(each, f"{attribute}.command")
+    ]
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
@@ -141,10 +144,10 @@ def _read_help(plugin: PluginInfo) -> str:
     return (ast.get_docstring(own[0]) or "").partition("\n")[0] if len(own) == 1 else ""
 
 
-def _is_command_of(function: ast.FunctionDef, app: str) -> bool:
-    """Return True if ``@app.command`` or ``@app.command(...)`` decorates the function."""
+def _is_decorated(function: ast.FunctionDef, by: str) -> bool:
+    """Return True if ``@by`` or ``@by(...)`` decorates the function, such as ``app.command``."""
     decorators = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
-    return any(ast.unparse(each) == f"{app}.command" for each in decorators)
+    return any(ast.unparse(each) == by for each in decorators)
 
 
 def version(_traceback: Traceback = False) -> None:
@@ -201,4 +204,5 @@ def main() -> None:
     # A plugin whose native code crashes ends the process; the stack names the file that was running.
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
-    build_app()(prog_name="rollcast")
+    with recorded_exit_code():
+        build_app()(prog_name="rollcast")

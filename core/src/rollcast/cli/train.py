@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from rollcast.cli.terminal import interrupted
-from rollcast.contracts.command import ConfigDir, Overrides, Traceback, hide_library_bars, record_command
+from rollcast.contracts.command import ConfigDir, Overrides, Traceback, record_command
 from rollcast.contracts.files import find_newest_checkpoint
 from rollcast.errors import ResourceError, RollcastError, WorkerError
 
@@ -22,19 +22,14 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     'rollcast config' with the same arguments shows every key. A run continues from the newest checkpoint in its
     run_dir. Ctrl-C stops the workers; a second Ctrl-C exits at once.
     """
-    from rollcast.config import compose
-    from rollcast.contracts.trainer import trainers
+    from rollcast.config.launch import launch, prepare
 
-    composed = compose(overrides or (), config_dir, needs_trainer=True)
-    # Load all plugins now, so that a broken one is reported before minutes of start-up.
-    composed.load_plugins()
-    trainer = trainers.get(composed.config.trainer.name)
+    composed = prepare(overrides or (), config_dir)
     run_dir = Path(composed.config.run_dir)
-    hide_library_bars()
     folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
     record_command(["train", *folder, *(overrides or ())])
     try:
-        result = trainer.launch(composed.config)
+        result = launch(composed)
     except BaseException as error:
         if interrupted() or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; {_describe_newest(run_dir)}") from error

@@ -27,12 +27,13 @@ writes:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from rollcast.errors import ColumnError, PluginTypeError, RollcastError
-from rollcast.plugins import Registry, is_callable
+from rollcast.plugins import Check, Registry, is_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,9 @@ __all__ = [
     "prepare_policy_loss",
     "prepares_batch",
     "try_estimator",
+    "try_kl_penalty",
+    "try_loss_aggregation",
+    "try_policy_loss",
 ]
 
 REWARD_COMPONENT = "reward_component/"
@@ -418,7 +422,8 @@ def try_estimator(estimator: AdvantageEstimator, name: str, samples: int = 4, **
         settings: fields of :class:`AdvantageInputs` such as ``gamma`` and ``options``.
 
     Raises:
-        PluginTypeError: it fails, or does not return an :class:`AdvantageOutputs` of the batch's shape.
+        PluginTypeError: it fails, reads a column that it does not declare, or does not return an
+            :class:`AdvantageOutputs` of finite numbers with the batch's shape.
         RollcastError: its own, raised on purpose, such as for an option that it does not have.
     """
     import torch
@@ -426,39 +431,195 @@ def try_estimator(estimator: AdvantageEstimator, name: str, samples: int = 4, **
     needs = needs_of(estimator)
     if not needs.columns <= set(_TRIED):
         return
-    rows, width = 2 * samples, 4
-    mask = (torch.arange(width) < (torch.arange(rows) % 3 + 2).unsqueeze(-1)).long()
-    score = torch.arange(rows) % 3 + 0.5 * (torch.arange(rows) % 2)
+    mask = _draw_mask(2 * samples)
+    score = torch.arange(len(mask)) % 3 + 0.5 * (torch.arange(len(mask)) % 2)
+    inputs = AdvantageInputs(
+        token_level_rewards=(mask.cumsum(-1) == mask.sum(-1, keepdim=True)).float() * mask * score.unsqueeze(-1),
+        response_mask=mask,
+        group_ids=torch.arange(2).repeat_interleave(samples),
+        columns=_draw_columns(needs, mask),
+        **settings,
+    )
+    output: Any = _try(name, lambda: estimator(inputs))
+    if not isinstance(output, AdvantageOutputs):
+        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not an AdvantageOutputs")
+    for part in ("advantages", "returns"):
+        hint = ". AdvantageOutputs.from_scores spreads one score a row"
+        _check_output(name, part, getattr(output, part), mask, hint)
+
+
+def try_policy_loss(loss: PolicyLoss, name: str, **settings: Any) -> None:
+    """Call a policy loss, and its ``prepare`` function if it has one, with a small batch; see :func:`try_estimator`.
+
+    Args:
+        loss: the policy loss.
+        name: its name in messages.
+        settings: fields of :class:`PolicyLossInputs` such as ``clip_ratio_low`` and ``options``.
+
+    Raises:
+        PluginTypeError: it fails, reads a column that it does not declare, or does not return a
+            :class:`PolicyLossOutput` of finite numbers with the batch's shape and a finite gradient.
+        RollcastError: its own, raised on purpose.
+    """
+    import torch
+
+    needs = needs_of(loss)
+    if not needs.columns <= set(_TRIED):
+        return
+    mask = _draw_mask(6)
+    log_probs, old = _draw_log_probs(mask.shape)
+    sign = 1.0 - 2.0 * (torch.arange(len(mask)) % 2)
+    inputs = PolicyLossInputs(
+        log_probs=log_probs.requires_grad_(),
+        old_log_probs=old,
+        advantages=sign.unsqueeze(-1) * mask,
+        response_mask=mask,
+        columns=_draw_columns(needs, mask),
+        **settings,
+    )
+    output: Any = _try(name, lambda: loss(replace(inputs, prepared=_prepare_small(loss, inputs))))
+    if not isinstance(output, PolicyLossOutput):
+        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not a PolicyLossOutput")
+    _check_output(name, "losses", output.losses, mask)
+    _check_gradient(name, torch.where(mask != 0, output.losses, 0.0).sum(), inputs.log_probs)
+    if not isinstance(output.metrics, Mapping):
+        raise PluginTypeError(f"{name} returned metrics that are a {type(output.metrics).__name__}, not a mapping")
+    for metric, values in output.metrics.items():
+        _check_output(name, f"the metric {metric!r}", values, mask)
+
+
+def try_loss_aggregation(aggregation: LossAggregation, name: str) -> None:
+    """Call a loss aggregation with a small batch; see :func:`try_estimator`.
+
+    Raises:
+        PluginTypeError: it fails, or does not return a finite scalar with a finite gradient.
+        RollcastError: its own, raised on purpose.
+    """
+    import torch
+
+    mask = _draw_mask(6)
+    losses = (torch.arange(mask.numel()).view(mask.shape) % 5 / 4.0 - 0.5).requires_grad_()
+    counts = Denominators(float(mask.sum()), float(len(mask)), float(mask.shape[1]))
+    output: Any = _try(name, lambda: aggregation(losses, mask, counts))
+    if not isinstance(output, torch.Tensor) or output.shape != () or not output.is_floating_point():
+        raise PluginTypeError(f"{name} returned {_describe(output)}; it has to be one number, a float tensor []")
+    _check_finite(name, "a loss", output)
+    if not output.requires_grad:
+        raise PluginTypeError(f"{name} returned a number without a gradient, so that nothing would be trained")
+    _check_gradient(name, output, losses)
+
+
+def try_kl_penalty(penalty: KlPenalty, name: str) -> None:
+    """Call a KL penalty with a small batch, over a vocabulary if it needs one; see :func:`try_estimator`.
+
+    Raises:
+        PluginTypeError: it fails, or does not return finite numbers with the batch's shape and a finite gradient.
+        RollcastError: its own, raised on purpose.
+    """
+    import torch
+
+    mask = torch.ones(6, 4)
+    log_probs, ref = _draw_log_probs((6, 4, 5) if needs_vocabulary(penalty) else (6, 4))
+    if needs_vocabulary(penalty):
+        log_probs, ref = log_probs.log_softmax(-1), ref.log_softmax(-1)
+    log_probs.requires_grad_()
+    output: Any = _try(name, lambda: penalty(log_probs, ref))
+    _check_output(name, "an estimate", output, mask)
+    _check_gradient(name, output.sum(), log_probs)
+
+
+def _draw_mask(rows: int) -> Tensor:
+    import torch
+
+    return (torch.arange(4) < (torch.arange(rows) % 3 + 2).unsqueeze(-1)).long()
+
+
+def _draw_log_probs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return log-probs of two policies that differ a little, in both directions."""
+    import torch
+
+    places = torch.arange(math.prod(shape)).view(shape)
+    old = -0.5 - places % 7 / 4.0
+    return old + (places % 5 - 2) / 20.0, old
+
+
+def _draw_columns(needs: Needs, mask: Tensor) -> dict[str, Tensor]:
+    import torch
+
+    rows, width = mask.shape
     columns = {
         column: torch.full((rows, width) if is_wide else (rows,), 0 if dtype.startswith("int") else 0.5).to(
             getattr(torch, dtype)
         )
         for column, (dtype, is_wide) in _TRIED.items()
     }
-    inputs = AdvantageInputs(
-        token_level_rewards=(mask.cumsum(-1) == mask.sum(-1, keepdim=True)).float() * mask * score.unsqueeze(-1),
-        response_mask=mask,
-        group_ids=torch.arange(2).repeat_interleave(samples),
-        columns=needs.select(columns),
-        **settings,
+    return needs.select(columns)
+
+
+def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Run ``prepare`` as a trainer does, with all tokens in one row, and give its columns the batch's shape."""
+    shape = inputs.response_mask.shape
+    flat: dict[str, Tensor] = {
+        name: getattr(inputs, name).reshape(1, -1) for name in ("old_log_probs", "advantages", "response_mask")
+    }
+    wide = {
+        name: column.unsqueeze(-1).expand(shape) if column.ndim == 1 else column
+        for name, column in inputs.columns.items()
+    }
+    given = replace(
+        inputs,
+        log_probs=flat["old_log_probs"],
+        columns={name: column.reshape(1, -1) for name, column in wide.items()},
+        **flat,
     )
+    return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, given).items()}
+
+
+def _try(name: str, call: Callable[[], Any]) -> Any:
+    import torch
+
     try:
         with torch.random.fork_rng(devices=()):  # a run goes on with the random numbers that it would have had
-            output: Any = estimator(inputs)
+            return call()
+    except ColumnError as error:
+        raise PluginTypeError(f"{name} reads a column that it does not declare: {error}") from error
     except RollcastError:
         raise
     except Exception as error:
         raise PluginTypeError(f"{name} fails on a small batch: {type(error).__name__}: {error}") from error
-    if not isinstance(output, AdvantageOutputs):
-        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not an AdvantageOutputs")
-    for part in ("advantages", "returns"):
-        found: Any = getattr(output, part)
-        if not isinstance(found, torch.Tensor) or found.shape != mask.shape or not found.is_floating_point():
-            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise PluginTypeError(
-                f"{name} returned {part} that are {got} for a batch of {rows} rows and {width} positions; they have to "
-                f"be float32 [{rows}, {width}]. AdvantageOutputs.from_scores spreads one score a row"
-            )
+
+
+def _check_output(name: str, part: str, found: Any, mask: Tensor, hint: str = "") -> None:
+    import torch
+
+    shape = list(mask.shape)
+    if not isinstance(found, torch.Tensor) or list(found.shape) != shape or not found.is_floating_point():
+        raise PluginTypeError(
+            f"{name} returned {part} that are {_describe(found)} for a batch of {shape[0]} rows and {shape[1]} "
+            f"positions; they have to be float32 {shape}{hint}"
+        )
+    _check_finite(name, part, found[mask != 0])
+
+
+def _check_finite(name: str, part: str, found: Tensor) -> None:
+    if not bool(found.isfinite().all()):
+        raise PluginTypeError(f"{name} returned {part} with NaN or infinity for a small batch of ordinary numbers")
+
+
+def _check_gradient(name: str, total: Tensor, leaf: Tensor) -> None:
+    import torch
+
+    if not total.requires_grad:
+        return
+    (gradient,) = _try(name, lambda: torch.autograd.grad(total, leaf, allow_unused=True))
+    if gradient is not None:
+        _check_finite(name, "values whose gradient is", gradient)
+
+
+def _describe(found: Any) -> str:
+    import torch
+
+    return f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
 
 
 class _NoOptions(dict[str, Any]):
@@ -475,16 +636,20 @@ class _NoOptions(dict[str, Any]):
         return default
 
 
-def _probe_estimator(estimator: Any) -> str | None:
-    """Return why an estimator does not work on a small batch, for ``rollcast plugins --check``."""
-    options = _NoOptions()
-    try:
-        try_estimator(estimator, "the estimator", options=options)
-    except RollcastError as error:
-        # It may need an option, which only a run gives it.
-        is_own = isinstance(error, PluginTypeError) and not (error.__cause__ is not None and options.is_asked)
-        return f"does not work: {error}" if is_own else None
-    return None
+def _probe(kind: str, run: Callable[..., None], has_options: bool = False) -> Check:
+    """Return a probe for ``rollcast plugins --check``, which says why a plugin does not work on a small batch."""
+
+    def probe(plugin: Any) -> str | None:
+        options = _NoOptions()
+        try:
+            run(plugin, f"the {kind}", **({"options": options} if has_options else {}))
+        except RollcastError as error:
+            # It may need an option, which only a run gives it.
+            is_own = isinstance(error, PluginTypeError) and not (error.__cause__ is not None and options.is_asked)
+            return f"does not work: {error}" if is_own else None
+        return None
+
+    return probe
 
 
 advantages: Registry[AdvantageEstimator] = Registry(
@@ -492,23 +657,26 @@ advantages: Registry[AdvantageEstimator] = Registry(
     is_callable(1, exact=True),
     "algorithm.adv_estimator",
     description="advantage estimators",
-    probe=_probe_estimator,
+    probe=_probe("estimator", try_estimator, has_options=True),
 )
 policy_losses: Registry[PolicyLoss] = Registry(
     "rollcast.policy_losses",
     is_callable(1, exact=True),
     "actor.policy_loss",
     description="policy losses over per-token quantities",
+    probe=_probe("policy loss", try_policy_loss, has_options=True),
 )
 loss_aggregations: Registry[LossAggregation] = Registry(
     "rollcast.loss_aggregations",
     is_callable(3, exact=True),
     "actor.loss_agg_mode",
     description="reductions of per-token losses to one number",
+    probe=_probe("loss aggregation", try_loss_aggregation),
 )
 kl_penalties: Registry[KlPenalty] = Registry(
     "rollcast.kl_penalties",
     is_callable(2, exact=True),
     ("actor.kl_loss_type", "algorithm.kl_penalty"),
     description="estimators of the KL divergence per token",
+    probe=_probe("KL penalty", try_kl_penalty),
 )

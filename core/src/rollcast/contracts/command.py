@@ -25,6 +25,7 @@ __all__ = [
     "ProgressLine",
     "Traceback",
     "build_console",
+    "exit_code",
     "format_clock",
     "hide_library_bars",
     "print_lines",
@@ -38,6 +39,29 @@ T = TypeVar("T")
 
 #: Key of ``--traceback`` in a context's ``meta``, which the contexts of a command line share.
 TRACEBACK_KEY = "rollcast.traceback"
+
+_exit_code: int | None = None
+
+
+def exit_code() -> int | None:
+    """Return the exit code with which this process's command ended; None before its end, or without a command.
+
+    A function registered with ``atexit`` that has to end the process itself passes it to ``os._exit``.
+    """
+    return _exit_code
+
+
+@contextmanager
+def recorded_exit_code() -> Iterator[None]:
+    """Record the exit code of the command that runs in the block, for :func:`exit_code`."""
+    global _exit_code  # noqa: PLW0603  # a process has one exit code
+    try:
+        yield
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        # Python exits with 0 for None, and with 1 after it has printed any other object.
+        _exit_code = code if isinstance(code, int) else int(code is not None)
+        raise
 
 
 def _remember(ctx: typer.Context, value: bool) -> bool:

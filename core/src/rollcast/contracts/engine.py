@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, Positive, config
+from rollcast.contracts.storage import NodePath
 from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
@@ -59,8 +60,11 @@ ModelType = Literal["language_model", "value_model"]
 class ModelConfig:
     """A model's Hugging Face folder and the options for loading it."""
 
-    path: str = "???"
-    """Folder with `config.json` and a tokenizer, and with weights unless `random_init`."""
+    path: NodePath = "???"
+    """Folder with `config.json` and a tokenizer, and with weights unless `random_init`; or its URL, such as
+    `s3://bucket/model`, which is copied to each node."""
+    use_shm: bool = False
+    """Copy the folder to shared memory (`/dev/shm`) on each node."""
     random_init: bool = False
     """Start from random weights drawn with `trainer.seed`."""
     attn_implementation: str = "sdpa"
@@ -76,8 +80,8 @@ class ModelConfig:
     target_modules: Any = "all-linear"
     """Modules that the adapter changes: names of linear layers, a regular expression, or `all-linear` for all but the
     vocabulary head."""
-    lora_adapter_path: str | None = None
-    """Adapter folder in PEFT's format to start from, with its own rank, alpha and targets."""
+    lora_adapter_path: NodePath | None = None
+    """Adapter folder in PEFT's format to start from, with its own rank, alpha and targets; or its URL."""
 
     @property
     def trains_adapter(self) -> bool:

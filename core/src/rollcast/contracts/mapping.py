@@ -162,7 +162,7 @@ class TrainingLayout:
         splits_sequence: True if tensor-parallel ranks split the activations that tensor parallelism replicates.
         reshards: True if a layer's gathered weights are freed after its forward pass.
         head_positions: number of positions whose logits exist at a time; None for all of a micro-batch.
-        fused_logits: True if log-probs are computed block by block, so that the logits never exist as a whole.
+        fused_logits: True if log-probs are computed by chunks of positions, so that the logits never exist as a whole.
         logit_copies: number of float32 tensors of the size of the logits that exist at once in an update.
         eager_attention: True if attention materializes the score matrix of every head.
         shares_prompts: True if responses to one prompt within a micro-batch share the prompt's activations; does not

@@ -47,6 +47,9 @@ class RewardSample:
         response_ids: ids of the tokens that the policy chose, without padding.
         extra_info: further columns of the row.
         turn_ids: turn of each token in ``response_ids``, not decreasing; empty if turns are unknown.
+        raw_prompt: prompt as the dataset has it, a text or a list of messages; None if unknown.
+        step: number of completed training steps when the sample is scored; 0 outside a training run.
+        total_steps: number of training steps of the run; 0 if unknown.
     """
 
     prompt: str
@@ -57,6 +60,9 @@ class RewardSample:
     response_ids: Sequence[int] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     turn_ids: Sequence[int] = ()
+    raw_prompt: str | Sequence[Mapping[str, Any]] | None = None
+    step: int = 0
+    total_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,13 @@ class RewardResult:
             ``max_score``.
         extra: further metrics; each becomes ``reward/<name>``.
         error: reason why the sample has no score of its own; set by managers.
-        dropped: True if the sample is left out of the update; set by managers.
+        dropped: True if the sample is left out of the update; set by managers, and by rewards that have no score for a
+            sample.
         token_scores: one score for each token in ``sample.response_ids``, or None.
         turn_scores: one score for each turn of ``sample.turn_ids``, in order, or None. A manager places each score
             at the turn's last token and returns them as ``token_scores``. Excludes ``token_scores``.
+        columns: further columns of the sample in ``samples.jsonl`` and the report, such as an extracted answer; values
+            without a JSON form are logged as text.
     """
 
     score: float
@@ -83,6 +92,7 @@ class RewardResult:
     dropped: bool = False
     token_scores: Sequence[float] | None = None
     turn_scores: Sequence[float] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def per_token(cls, scores: Sequence[float], **fields: Any) -> RewardResult:
@@ -154,12 +164,20 @@ class BaseReward(ABC):
         """Score one sample. May be ``async def``; many samples are then awaited at a time."""
 
     def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[RewardValue | Awaitable[RewardValue]]:
-        """Return one result per sample, in order; override if batches are cheaper. Must not be ``async def``."""
+        """Return one result per sample, in order; override if batches are cheaper. Must not be ``async def``.
+
+        The managers that score in batches await awaitables of one call together, on one event loop for all calls.
+        """
         return [self.score(sample) for sample in samples]
 
     @property
+    def scores_batches(self) -> bool:
+        """True if managers should call :meth:`score_batch` with all samples that they get at once."""
+        return type(self).score_batch is not BaseReward.score_batch
+
+    @property
     def is_async(self) -> bool:
-        """True if :meth:`score` returns an awaitable."""
+        """True if :meth:`score` and :meth:`score_batch` return awaitables."""
         return inspect.iscoroutinefunction(self.score)
 
     def close(self) -> None:  # noqa: B027 -- most rewards hold nothing

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from rollcast.contracts.storage import NodeCopy
 
 __all__ = ["ClassWithInitArgs", "WorkerContext"]
 
@@ -75,9 +77,14 @@ class ClassWithInitArgs(Generic[W]):
         self.kwargs = kwargs
         self.env: dict[str, str] = {}
         self.runtime_env: dict[str, Any] = {}
+        self.copies: tuple[NodeCopy, ...] = ()
 
     def with_options(
-        self, *, env: Mapping[str, str] | None = None, runtime_env: Mapping[str, Any] | None = None
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        copies: Sequence[NodeCopy] = (),
     ) -> ClassWithInitArgs[W]:
         """Return a copy with options for the worker's process.
 
@@ -85,13 +92,17 @@ class ClassWithInitArgs(Generic[W]):
             env: environment variables, which override those of the group.
             runtime_env: runtime environment as defined by Ray (``env_vars``, ``pip``, ``working_dir`` and others),
                 which overrides that of the group. Its ``env_vars`` are set before the process starts.
+            copies: files and folders that the worker's node needs a copy of before the worker is built.
         """
         made = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
         made.env = {**self.env, **(env or {})}
         made.runtime_env = {**self.runtime_env, **(runtime_env or {})}
+        made.copies = (*self.copies, *copies)
         return made
 
     def __call__(self) -> W:
+        for copy in self.copies:
+            copy.make()
         return self.cls(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from rollcast import build_section
 from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.storage import NodeCopies
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_agents.assembly import assemble_trajectories
@@ -59,6 +60,9 @@ def _score(records: Sequence[Record], config: DictConfig) -> Scored:
     reward: RewardConfig = build_section(RewardConfig, config.reward, "reward")
     data: DataConfig = build_section(DataConfig, config.data, "data")
     model: ModelConfig = build_section(ModelConfig, config.model, "model")
+    copies = NodeCopies()
+    model = copies.place(model, "model")
+    copies.make()
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     scorer = RewardScorer(RewardSetup.of(reward, data.max_response_length), tokenizer)
     if scorer.uses_judge:

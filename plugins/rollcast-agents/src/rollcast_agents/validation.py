@@ -18,7 +18,7 @@ from rollcast.errors import ConfigError
 from rollcast_agents.environments.plain import build_environment
 from rollcast_agents.schemas import AgentConfig
 from rollcast_data.files import Row, read_files
-from rollcast_data.prompts import other_columns
+from rollcast_data.prompts import find_ground_truth, ground_truth, other_columns
 from rollcast_data.schemas import DataConfig
 from rollcast_rewards.schemas import RewardConfig
 
@@ -84,13 +84,12 @@ def _ground_truth(row: Row, data: DataConfig) -> Any:
     """
     if data.ground_truth_key is None:
         raise ConfigError("data.ground_truth_key is null; a task without reference answers cannot be checked")
-    return row.get(data.ground_truth_key, "data.ground_truth_key")
+    return ground_truth(row, data)
 
 
 def _task(row: Row, data: DataConfig, answer: str, needs_truth: bool) -> tuple[dict[str, Any], str | None]:
     """Return a row in the form that loops and environments receive, and its correct reply."""
-    has_truth = data.ground_truth_key is not None and row.find(data.ground_truth_key) is not None
-    truth = _ground_truth(row, data) if needs_truth or has_truth else None
+    truth = _ground_truth(row, data) if needs_truth else find_ground_truth(row, data)
     prompt = row.get(data.prompt_key, "data.prompt_key")
     others = other_columns(row, data)
     task = {
@@ -139,6 +138,7 @@ def _scored(reward: BaseReward, task: Mapping[str, Any], reply: str) -> RewardRe
         ground_truth=task["ground_truth"],
         data_source=task["data_source"],
         extra_info={**task["extra_info"], "messages": messages},
+        raw_prompt=task["prompt"],
     )
     (value,) = reward.score_batch([sample])
     if not isinstance(value, float | int | RewardResult):

@@ -7,11 +7,14 @@ A row of a file::
                   {"role": "tool", "content": "42"},
                   {"role": "assistant", "content": "It is 42.", "weight": 1}],
      "tools": [{"type": "function", "function": {...}}]}
+
+or a prompt and the messages that follow, of which the replies are trained and those of the prompt are not::
+
+    {"prompt": [{"role": "user", "content": "6 * 7?"}], "completion": [{"role": "assistant", "content": "42"}]}
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +30,14 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files
+from rollcast_data.messages import ChatOptions, read_chat_options, read_messages
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["ConversationDataset", "ConversationRow"]
+__all__ = ["COMPLETION", "ConversationDataset", "ConversationRow"]
+
+#: Column of what follows the prompt, as in TRL's datasets of prompt and completion.
+COMPLETION = "completion"
 
 _log = logging.getLogger("rollcast.data")
 
@@ -128,15 +135,15 @@ class ConversationDataset(BaseDataset):
         )
 
     def _chains(self, row: Row, template: _Template) -> list[_Chain]:
-        messages = _messages(row, self.config.messages_key)
-        tools = _tools(row, self.config.tools_key)
+        messages, first = self._messages(row)
+        options = read_chat_options(row, self.config)
         chains: list[_Chain] = []
         so_far = ""
         for number, message in enumerate(messages):
-            if not _is_trained(row, number, message):
+            if not _is_trained(row, number, message) or number < first:
                 continue
-            before = template.render(row, messages[:number], tools, prompt=True)
-            after = template.render(row, messages[: number + 1], tools, prompt=False)
+            before = template.render(row, messages[:number], options, prompt=True)
+            after = template.render(row, messages[: number + 1], options, prompt=False)
             reply = _reply(row, number, before, after, template.closing)
             if chains and before.startswith(so_far):
                 between = template.closing.removeprefix(template.stop) + before[len(so_far) :]
@@ -148,6 +155,29 @@ class ConversationDataset(BaseDataset):
         if not chains:
             raise DataError(f"{row.location}: no message of the conversation is a reply to train")
         return chains
+
+    def _messages(self, row: Row) -> tuple[list[dict[str, Any]], int]:
+        """Return the conversation of a row and the number of its first message that may be trained.
+
+        Raises:
+            DataError: the row has neither messages nor a prompt with a completion, or one of them is malformed.
+        """
+        key, prompt_key = self.config.messages_key, self.config.prompt_key
+        if row.find(key) is not None:
+            return read_messages(row, row.find(key), key), 0
+        prompt, completion = row.find(prompt_key), row.find(COMPLETION)
+        if prompt is None or completion is None:
+            raise DataError(
+                f"{row.location}: the row has no column {key!r} (data.messages_key) with a conversation, and no "
+                f"{prompt_key!r} with {COMPLETION!r}; its columns: {', '.join(row.values) or 'none'}"
+            )
+        if isinstance(prompt, str) and isinstance(completion, str):
+            raise DataError(
+                f"{row.location}: {prompt_key} and {COMPLETION} are texts, which data=supervised reads; "
+                "data=conversations reads lists of messages"
+            )
+        messages = read_messages(row, prompt, prompt_key)
+        return [*messages, *read_messages(row, completion, COMPLETION)], len(messages)
 
     def _join(
         self, kept: list[tuple[_Chain, Ids]], tokenizer: PreTrainedTokenizerBase, template: _Template
@@ -187,13 +217,17 @@ class _Template:
         if not isinstance(tokenizer.eos_token_id, int):
             raise ConfigError("the tokenizer has no end token, so no reply could end")
 
-    def render(self, row: Row | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool) -> str:
+    def render(self, row: Row | None, messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: bool) -> str:
         """Return the text of messages; with ``prompt`` the opening of the assistant's turn follows them."""
         plain = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    plain, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                    plain,
+                    tools=options.tools or None,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **options.kwargs,
                 )
             )
         except Exception as error:  # a template is a program and may raise anything
@@ -207,7 +241,7 @@ class _Template:
     def closing(self) -> str:
         """Text after a reply, such as ``<|im_end|>`` and a line break."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self.render(None, messages, (), prompt=False).rpartition(_MARK)[2]
+        return self.render(None, messages, ChatOptions(), prompt=False).rpartition(_MARK)[2]
 
     @cached_property
     def stop(self) -> str:
@@ -254,53 +288,3 @@ def _is_trained(row: Row, number: int, message: Mapping[str, Any]) -> bool:
     if type(weight) not in (int, float) or weight not in (0, 1):
         raise DataError(f"{row.location}: message {number} has the weight {weight!r}; valid: 0, 1")
     return weight == 1 and str(message["role"]) == "assistant"
-
-
-def _messages(row: Row, key: str) -> list[dict[str, Any]]:
-    """Return the messages of a row without keys that are null, with arguments of tool calls as mappings."""
-    value = row.get(key, "data.messages_key")
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{row.location}: {key} has to be a list of messages, this is {type(value).__name__}")
-    messages: list[dict[str, Any]] = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{row.location}: message {number} is no object with a role")
-        given = _without_nulls(message)
-        calls = given.pop("tool_calls", None) or []
-        if not isinstance(given.setdefault("content", ""), str):
-            raise DataError(f"{row.location}: the content of message {number} is no string")
-        if calls:
-            given["tool_calls"] = [_call(row, number, call) for call in calls]
-        messages.append(given)
-    return messages
-
-
-def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
-    """Return a tool call as templates expect it; its arguments may be JSON text, as in OpenAI's format."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{row.location}: message {number} has a tool call without function.name")
-    arguments = _parsed(row, f"arguments of message {number}", function.get("arguments") or {})
-    return {**_without_nulls(call), "function": {**_without_nulls(function), "arguments": arguments}}
-
-
-def _tools(row: Row, key: str) -> list[Any]:
-    tools = _parsed(row, key, row.find(key) or [])
-    if not isinstance(tools, list):
-        raise DataError(f"{row.location}: {key} (data.tools_key) is a list of schemas, this is {type(tools).__name__}")
-    return tools
-
-
-def _parsed(row: Row, what: str, value: Any) -> Any:
-    """Return a value that may be given as JSON text, the form that Parquet files keep without nulls."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{row.location}: {what}: not JSON: {error}") from error
-
-
-def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping without nulls, which occur because all rows of a Parquet column have the same keys."""
-    return {key: item for key, item in value.items() if item is not None}

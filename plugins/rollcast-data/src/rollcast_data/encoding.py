@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import Jagged
 from rollcast_data.files import Row
+from rollcast_data.messages import ChatOptions, describe, read_chat_options, read_messages
 from rollcast_data.schemas import DataConfig
 
 __all__ = ["Ids", "encode_prompts", "encode_texts", "fit_prompts", "join_ids", "raw_prompt"]
@@ -38,10 +39,7 @@ _LocatedT = TypeVar("_LocatedT", bound=_Located)
 
 
 def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
-    """Return the prompt of a row: its string, or its messages without keys that are null.
-
-    A Parquet column has one set of keys for all messages; keys that a message lacks are read as
-    null, and a chat template would treat them as present.
+    """Return the prompt of a row: its string, or its messages as :func:`read_messages` returns them.
 
     Raises:
         DataError: there is no prompt column, or the prompt is neither a string nor a list of messages with a role
@@ -51,30 +49,19 @@ def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise DataError(f"{row.location}: a prompt is a string or a list of messages, this is {_describe(value)}")
-    messages: list[dict[str, Any]] = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{row.location}: message {number} of the prompt is {_describe(message)}, not an object")
-        given = {key: item for key, item in message.items() if item is not None}
-        for key in ("role", "content"):
-            if not isinstance(given.get(key), str):
-                raise DataError(f"{row.location}: message {number} of the prompt has no {key!r} that is a string")
-        messages.append(given)
-    return messages
-
-
-def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+        raise DataError(
+            f"{row.location}: {config.prompt_key}, the prompt, is a string or a list of messages, this is "
+            f"{describe(value)}"
+        )
+    return read_messages(row, value, f"the {config.prompt_key}")
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Ids]:
     """Return the token ids of each row's prompt, of any length.
 
     A string is tokenized with the special tokens that the tokenizer adds to a text. Messages are rendered by
-    the chat template, with the opening of the assistant's turn at the end. Without a template their contents
-    are joined by newlines, and a warning is logged once.
+    the chat template with the row's tools and options, and with the opening of the assistant's turn at the end. Without
+    a template their contents are joined by newlines, and a warning is logged once.
 
     Raises:
         DataError: a prompt is malformed, empty, or refused by the template; names file and row.
@@ -96,20 +83,24 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
             joined += 1
             plain[number] = "\n".join(message["content"] for message in prompt)
         else:
-            templated[number] = _render(row, prompt, tokenizer)
+            templated[number] = _render(row, prompt, tokenizer, read_chat_options(row, config))
     if joined and config.apply_chat_template != "never":
         _log.warning("the tokenizer has no chat template: the messages of %d prompts are joined by newlines", joined)
     encoded = dict(zip(plain, encode_texts(list(plain.values()), tokenizer, special=True), strict=True))
     encoded |= zip(templated, encode_texts(list(templated.values()), tokenizer, special=False), strict=True)
     for number, row in enumerate(rows):
         if not encoded[number]:
-            raise DataError(f"{row.location}: the prompt has no tokens: {_describe(row.get(config.prompt_key))}")
+            raise DataError(f"{row.location}: the prompt has no tokens: {describe(row.get(config.prompt_key))}")
     return [encoded[number] for number in range(len(rows))]
 
 
-def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> str:
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=options.tools or None, tokenize=False, add_generation_prompt=True, **options.kwargs
+            )
+        )
     except Exception as error:  # a template is a program and may raise anything
         raise DataError(
             f"{row.location}: the chat template refuses this prompt: {type(error).__name__}: {error}"

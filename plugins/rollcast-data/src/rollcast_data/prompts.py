@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.errors import ConfigError
+from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, join_ids, raw_prompt
 from rollcast_data.files import Row, read_files
+from rollcast_data.messages import read_tools
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["PromptDataset", "PromptRow", "other_columns", "require_pad_id"]
+__all__ = ["PromptDataset", "PromptRow", "find_ground_truth", "ground_truth", "other_columns", "require_pad_id"]
+
+_GROUND_TRUTH = "ground_truth"
+#: Place of the answer in verl's files.
+_VERL_GROUND_TRUTH = "reward_model.ground_truth"
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class PromptDataset(BaseDataset):
         require_pad_id(tokenizer)
         rows = read_files(files)
         for row in rows:
-            self._ground_truth(row)  # checked before tokenizing, which takes longer
+            # Checked before tokenizing, which takes longer.
+            ground_truth(row, self.config)
+            read_tools(row, self.config.tools_key)
         prompts = encode_prompts(rows, tokenizer, self.config)
         self._rows = fit_prompts(rows, prompts, self.config)
 
@@ -75,7 +82,7 @@ class PromptDataset(BaseDataset):
             index=index % len(self._rows),
             input_ids=ids,
             raw_prompt=raw_prompt(row, self.config),
-            ground_truth=self._ground_truth(row),
+            ground_truth=ground_truth(row, self.config),
             data_source=str(row.find(self.config.data_source_key) or ""),
             extra_info=other_columns(row, self.config),
         )
@@ -100,15 +107,42 @@ class PromptDataset(BaseDataset):
             },
         )
 
-    def _ground_truth(self, row: Row) -> Any:
-        key = self.config.ground_truth_key
-        return None if key is None else row.get(key, "data.ground_truth_key")
+
+def find_ground_truth(row: Row, config: DataConfig) -> Any:
+    """Return the reference answer of a row; None if it has none."""
+    key = config.ground_truth_key
+    if key is None:
+        return None
+    if key == _GROUND_TRUTH and key not in row.values:
+        return row.find(_VERL_GROUND_TRUTH)
+    return row.find(key)
+
+
+def ground_truth(row: Row, config: DataConfig) -> Any:
+    """Return the reference answer of a row; None if the config names no column.
+
+    Raises:
+        DataError: the row has no answer, or it is null.
+    """
+    key = config.ground_truth_key
+    found = find_ground_truth(row, config)
+    if key is None or found is not None:
+        return found
+    try:
+        return row.get(key, "data.ground_truth_key")
+    except DataError as error:
+        raise DataError(f"{error}; set the key to the answer's column, or to null if there is none") from None
 
 
 def other_columns(row: Row, config: DataConfig) -> dict[str, Any]:
-    """Return a row's columns that no key of the config names, with the content of a column ``extra_info``."""
-    used = {config.prompt_key, config.ground_truth_key, config.data_source_key, "extra_info"}
+    """Return a row's columns besides prompt, source and ``ground_truth``, with the content of ``extra_info``.
+
+    An answer in a column of another name stays there too, for rewards that read it by its name. Tools are parsed.
+    """
+    used = {config.prompt_key, _GROUND_TRUTH, config.data_source_key, "extra_info"}
     others = {key: value for key, value in row.values.items() if key not in used}
+    if config.tools_key in others:
+        others |= {config.tools_key: read_tools(row, config.tools_key)}
     nested = row.values.get("extra_info")
     return others | dict(nested) if isinstance(nested, Mapping) else others
 

@@ -26,14 +26,16 @@ class DataConfig:
     """Column of the prompt, a string or a list of chat messages. This and the keys below may be dotted to reach into
     a nested column, such as `reward_model.ground_truth`."""
     ground_truth_key: str | None = "ground_truth"
-    """Column of the reference answer; null if the task has none."""
+    """Column of the reference answer; null if the task has none. With the default, a row without such a column has the
+    answer of `reward_model.ground_truth`, as in verl's files."""
     response_key: str = "response"
-    """Column of the response, read by the dataset `supervised`."""
+    """Column of the response, read by the dataset `supervised`. With the default, a row without such a column may have
+    its response in `completion`, or be a `text` alone, which is trained as a whole."""
     messages_key: str = "messages"
     """Column of the conversation, a list of chat messages, read by the dataset `conversations`."""
     tools_key: str = "tools"
-    """Column of the tools passed to a conversation's chat template, a list or its JSON text, read by the dataset
-    `conversations`; may be missing."""
+    """Column of the tools that the chat template shows, a list of JSON schemas or its JSON text; may be missing. Agent
+    loops offer them besides their own."""
     data_source_key: str = "data_source"
     """Column of the row's source name; a row without it has the source `""`."""
     max_prompt_length: Positive = 512
@@ -57,6 +59,9 @@ class DataConfig:
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to prompts that are lists of messages, `always` wraps a string as one
     user message first, `never` joins the messages' contents with newlines."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template, such as `enable_thinking`; a column `chat_template_kwargs` overrides them
+    in its row."""
     preprocess: str | None = None
     """Registry name of a preprocessor, run before training if `preprocess_dir` lacks the files; null for none."""
     preprocess_dir: str | None = None

@@ -14,12 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
+from rollcast_data.conversations import COMPLETION
 from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
 
 __all__ = ["SupervisedDataset", "SupervisedRow"]
+
+#: Column of a text without a prompt.
+TEXT = "text"
 
 _log = logging.getLogger("rollcast.data")
 
@@ -34,7 +38,7 @@ class SupervisedRow:
 
 
 class SupervisedDataset(BaseDataset):
-    """Prompts with responses, for a supervised loss on the response's tokens.
+    """Prompts with responses, or texts, for a supervised loss on the response's or the text's tokens.
 
     The prompt is encoded as in :class:`~rollcast_data.prompts.PromptDataset`; the response's text
     is tokenized on its own, and the end token appended. A response of more than
@@ -63,12 +67,25 @@ class SupervisedDataset(BaseDataset):
         if not isinstance(eos_id, int):
             raise ConfigError("the tokenizer has no end token, so no response could end")
         rows = read_files(files)
-        for row in rows:
-            self._response(row)  # checked before tokenizing, which takes longer
-        kept = fit_prompts(rows, encode_prompts(rows, tokenizer, self.config), self.config)
-        texts = [self._response(row) for row, _ in kept]
-        responses = encode_texts(texts, tokenizer, special=False)
-        self._rows = self._join(kept, responses, eos_id)
+        # Checked before tokenizing, which takes longer.
+        texts = [self._text(row) for row in rows]
+        whole = [text.is_whole for text in texts]
+        if any(whole) and not all(whole):
+            odd = rows[whole.index(not whole[0])]
+            raise DataError(
+                f"{odd.location}: the row has the columns {', '.join(odd.values)}, unlike the first, which has "
+                f"{', '.join(rows[0].values)}; all rows need a prompt with a response, or all need {TEXT!r} alone"
+            )
+        if all(whole):
+            pairs = _split_texts(rows, encode_texts([text.text for text in texts], tokenizer, special=True), eos_id)
+        else:
+            prompts = encode_prompts(rows, tokenizer, self.config)
+            responses = encode_texts([text.text for text in texts], tokenizer, special=False)
+            pairs = [
+                (_Pair(row, response), prompt) for row, prompt, response in zip(rows, prompts, responses, strict=True)
+            ]
+        kept = fit_prompts([pair for pair, _ in pairs], [prompt for _, prompt in pairs], self.config)
+        self._rows = self._join(kept, eos_id)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,26 +109,84 @@ class SupervisedDataset(BaseDataset):
             }
         )
 
-    def _response(self, row: Row) -> str:
-        value = row.get(self.config.response_key, "data.response_key")
-        if not isinstance(value, str):
-            raise DataError(f"{row.location}: a response is a string, this is {type(value).__name__}")
-        return value
+    def _text(self, row: Row) -> _Text:
+        """Return the text to imitate.
 
-    def _join(self, kept: list[tuple[Row, Ids]], responses: list[Ids], eos_id: int) -> list[SupervisedRow]:
+        Raises:
+            DataError: the row has none, or it is no string.
+        """
+        key = self.config.response_key
+        is_default = key == DataConfig.response_key
+        has_prompt = row.find(self.config.prompt_key) is not None
+        names = [key, *((COMPLETION if has_prompt else TEXT,) if is_default else ())]
+        name = next((name for name in names if row.find(name) is not None), None)
+        if name is None:
+            more = f", and no {COMPLETION!r} or {TEXT!r} in its place" if is_default else ""
+            hint = ""
+            if row.find(self.config.messages_key) is not None:
+                hint = "; data=conversations reads messages"
+            elif row.find("chosen") is not None:
+                hint = "; pairs of chosen and rejected replies are not trained on"
+            raise DataError(
+                f"{row.location}: the row has no column {key!r} (data.response_key){more}; its columns: "
+                f"{', '.join(row.values) or 'none'}{hint}"
+            )
+        value = row.find(name)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            raise DataError(
+                f"{row.location}: {name} is a list of messages, which data=conversations reads; data=supervised reads "
+                "strings"
+            )
+        if not isinstance(value, str):
+            raise DataError(f"{row.location}: a response ({name}) is a string, this is {type(value).__name__}")
+        is_whole = name == TEXT and is_default and not has_prompt
+        if is_whole and not value:
+            raise DataError(f"{row.location}: {TEXT} is empty")
+        return _Text(value, is_whole)
+
+    def _join(self, kept: list[tuple[_Pair, Ids]], eos_id: int) -> list[SupervisedRow]:
         limit = self.config.max_response_length
         joined: list[SupervisedRow] = []
         overlong = 0
-        for index, ((row, prompt), response) in enumerate(zip(kept, responses, strict=True)):
-            ids = [*response, eos_id]
+        for index, (pair, prompt) in enumerate(kept):
+            ids = [*pair.response, eos_id]
             if len(ids) > limit:
                 overlong += 1
                 if self.config.truncation == "error":
                     raise DataError(
-                        f"{row.location}: the response has {len(ids)} tokens with its end token, more than "
+                        f"{pair.location}: the response has {len(ids)} tokens with its end token, more than "
                         f"data.max_response_length={limit}; raise it, or set data.truncation to right to cut it"
                     )
             joined.append(SupervisedRow(index, prompt, ids[:limit]))
         if overlong:
             _log.info("%d of %d responses have more than %d tokens and are cut", overlong, len(joined), limit)
         return joined
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The text of a row to imitate; ``is_whole`` if no prompt precedes it."""
+
+    text: str
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A row and the ids of its response, without the end token."""
+
+    row: Row
+    response: Ids
+
+    @property
+    def location(self) -> str:
+        return self.row.location
+
+
+def _split_texts(rows: Sequence[Row], texts: Sequence[Ids], eos_id: int) -> list[tuple[_Pair, Ids]]:
+    """Return each text as a prompt of its first token and the rest as a response.
+
+    Nothing predicts the first token of a text, so this trains the same tokens as a text without a prompt.
+    """
+    bare = [ids[:-1] if len(ids) > 1 and ids[-1] == eos_id else ids for ids in texts]
+    return [(_Pair(row, ids[1:]), ids[:1]) for row, ids in zip(rows, bare, strict=True)]

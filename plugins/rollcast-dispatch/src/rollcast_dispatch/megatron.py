@@ -16,9 +16,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, MeshInfo, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchTarget, MeshInfo, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.sharding import Layout, expect_rows, join_shards, split_call, split_lists
+from rollcast_dispatch.sharding import BatchesOverMesh, Layout, OverMesh, split_lists
 
 __all__ = [
     "MegatronCompute",
@@ -93,18 +93,8 @@ def _explain(mesh_name: str, names: list[str], points: Sequence[tuple[int, ...]]
     )
 
 
-class _OverGrid(DispatchMode):
-    """Base class of dispatch modes over the pipeline grid of a mesh.
-
-    Args:
-        mesh_name: name of the mesh, as passed to ``register_mesh``.
-    """
-
-    def __init__(self, mesh_name: str = "default") -> None:
-        self.mesh_name = mesh_name
-
-    def _label(self) -> str:
-        return f"{self.name}({self.mesh_name!r})"
+class _OverGrid(OverMesh):
+    """Base class of dispatch modes over the pipeline grid of a mesh."""
 
     def _grid(self, worker_group: DispatchTarget) -> PipelineGrid:
         return PipelineGrid(self.mesh_name, worker_group.mesh(self.mesh_name))
@@ -128,23 +118,6 @@ class _ListsOverGrid(_OverGrid):
         return layout.answers(outputs)
 
 
-class _BatchesOverGrid(_ListsOverGrid):
-    """Base class for batches, which are split; the shards' outputs are joined."""
-
-    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
-        layout = self._layout(worker_group)
-        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
-        return Calls(layout.spread(calls), (layout, padding), layout.answering)
-
-    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        layout, padding = outputs.state
-        return join_shards(self._label(), layout.answers(outputs), padding)
-
-    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
-        layout, padding = calls.state
-        return expect_rows(calls, layout.answering, padding.rows)
-
-
 class MegatronCompute(_ListsOverGrid):
     """Dispatch mode for arguments that are lists or tuples with one value per data-parallel rank.
 
@@ -159,7 +132,7 @@ class MegatronCompute(_ListsOverGrid):
         return self._grid(worker_group).by_dp()
 
 
-class MegatronComputeProto(_BatchesOverGrid):
+class MegatronComputeProto(_OverGrid, BatchesOverMesh):
     """Dispatch mode that sends one shard to all tensor- and pipeline-parallel ranks of each data-parallel rank.
 
     Outputs of the first rank of each data-parallel rank's last pipeline stage are joined, in order.
@@ -186,7 +159,7 @@ class MegatronPpAsDp(_ListsOverGrid):
         return self._grid(worker_group).by_dp_and_pp()
 
 
-class MegatronPpAsDpProto(_BatchesOverGrid):
+class MegatronPpAsDpProto(_OverGrid, BatchesOverMesh):
     """Dispatch mode with one shard per pipeline stage of each data-parallel rank, ``dp_size * pp_size`` in total.
 
     The stages of a data-parallel rank get adjacent shards. Outputs of the first rank of each

@@ -6,7 +6,15 @@ from typing import Any
 
 from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.sharding import Layout, expect_rows, join_shards, mesh_layout, split_call, split_lists
+from rollcast_dispatch.sharding import (
+    BatchesOverMesh,
+    Layout,
+    expect_rows,
+    join_shards,
+    mesh_layout,
+    split_call,
+    split_lists,
+)
 
 __all__ = [
     "DirectRolloutMethod",
@@ -91,7 +99,7 @@ class DpComputeMetric(DpComputeProto):
         return None
 
 
-class NdMesh(DispatchMode):
+class NdMesh(BatchesOverMesh):
     """Dispatch mode that sends the same shard to all ranks with the same ``dp_rank`` in a mesh; one of them answers.
 
     At the first call, the group queries its workers for their places and caches the answers. A shard sent to several
@@ -103,24 +111,8 @@ class NdMesh(DispatchMode):
 
     name = "nd_mesh"
 
-    def __init__(self, mesh_name: str = "default") -> None:
-        self.mesh_name = mesh_name
-
-    def _label(self) -> str:
-        return f"{self.name}({self.mesh_name!r})"
-
-    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
-        layout = mesh_layout(worker_group, self.mesh_name)
-        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
-        return Calls(layout.spread(calls), (layout, padding), layout.answering)
-
-    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        layout, padding = outputs.state
-        return join_shards(self._label(), layout.answers(outputs), padding)
-
-    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
-        layout, padding = calls.state
-        return expect_rows(calls, layout.answering, padding.rows)
+    def _layout(self, worker_group: DispatchTarget) -> Layout:
+        return mesh_layout(worker_group, self.mesh_name)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> NdMesh:

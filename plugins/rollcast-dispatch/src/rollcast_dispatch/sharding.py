@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rollcast.contracts.dispatch import (
     BatchType,
     Calls,
+    DispatchMode,
     DispatchTarget,
     Expected,
     RankCall,
@@ -19,7 +21,9 @@ from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture
 
 __all__ = [
+    "BatchesOverMesh",
     "Layout",
+    "OverMesh",
     "Padding",
     "check_batches",
     "concat_batches",
@@ -250,3 +254,37 @@ def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding, length: C
             f"returned {[length(output) for output in outputs]}: padding cannot be told from rows. Return a row "
             f"for each row, or call with a number of rows that {shards} divides"
         )
+
+
+class OverMesh(DispatchMode):
+    """Base class of dispatch modes over the ranks of a named mesh.
+
+    Args:
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
+    """
+
+    def __init__(self, mesh_name: str = "default") -> None:
+        self.mesh_name = mesh_name
+
+    def _label(self) -> str:
+        return f"{self.name}({self.mesh_name!r})"
+
+
+class BatchesOverMesh(OverMesh):
+    """Base class of dispatch modes that split batches over a layout of the mesh and join the shards' outputs."""
+
+    @abstractmethod
+    def _layout(self, worker_group: DispatchTarget) -> Layout: ...
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        layout = self._layout(worker_group)
+        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
+        return Calls(layout.spread(calls), (layout, padding), layout.answering)
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        layout, padding = outputs.state
+        return join_shards(self._label(), layout.answers(outputs), padding)
+
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        layout, padding = calls.state
+        return expect_rows(calls, layout.answering, padding.rows)

@@ -1,4 +1,6 @@
-"""The rows of a batch on their way to the device. Jagged rows are padded there; padded rows are cut.
+"""The rows of a batch on their way to the device: jagged rows are padded, padded rows are cut, in host memory.
+
+Everything that needs the values of lengths or masks is computed there, so that the device never has to be waited for.
 
 Axes: ``B`` rows, ``P`` prompt and ``T`` response positions of the batch; a micro-batch of ``b`` rows keeps ``p <= P``
 and ``t <= T`` of them, without the columns that are padding in all its rows.
@@ -19,14 +21,14 @@ from rollcast.protocol import DataProto, Jagged
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MODEL_INPUTS", "MicroBatch", "PaddedRows", "RaggedRows", "Rows"]
+__all__ = ["MODEL_INPUTS", "MicroBatch", "PaddedRows", "RaggedRows", "Rows", "trained_positions"]
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a batch, padded to their longest prompt and response, on the engine's device.
+    """Some rows of a batch, padded to their longest prompt and response, in host memory or on the engine's device.
 
     Attributes:
         rows: indices of the rows in the batch, int64 ``[b]``.
@@ -34,8 +36,9 @@ class MicroBatch:
         responses: response token ids, int64 ``[b, t]``.
         response_mask: mask of the trained tokens, ``[b, t]``.
         columns: all tensor columns of the batch except the mask, padded alike.
+        trained: int64 ``[M]``, positions in ``[b * t]`` of the tokens under the response mask.
         is_dummy: True for a placeholder on a rank that has run out of rows; it must not count.
-        tokens: int64 ``[n]`` on the device, positions in ``[b * t]`` of a jagged batch's response tokens; None for a
+        tokens: int64 ``[n]``, positions in ``[b * t]`` of a jagged batch's response tokens; None for a
             padded batch.
         targets: int64 ``[n]``, positions of these tokens among all response tokens of the batch.
     """
@@ -45,6 +48,7 @@ class MicroBatch:
     responses: Tensor
     response_mask: Tensor
     columns: dict[str, Tensor]
+    trained: Tensor
     is_dummy: bool = False
     tokens: Tensor | None = None
     targets: Tensor | None = None
@@ -55,13 +59,14 @@ class MicroBatch:
 
         Args:
             values: float ``[b, t]``.
-            output: float32, ``[N]`` for a jagged batch, ``[B, T]`` for a padded one.
+            output: float32, ``[N]`` for a jagged batch, ``[B, T]`` for a padded one; on the device of ``values``, so
+                that nothing waits for them.
         """
         kept = values.detach().to(torch.float32).where(self.response_mask > 0, 0.0)
         if self.tokens is None or self.targets is None:
-            output[self.rows, : values.size(1)] = kept.to(output.device)
+            output[self.rows.to(output.device), : values.size(1)] = kept.to(output.device)
         else:
-            output[self.targets] = kept.flatten()[self.tokens].to(output.device)
+            output[self.targets.to(output.device)] = kept.flatten()[self.tokens].to(output.device)
 
 
 class Rows(ABC):
@@ -85,8 +90,8 @@ class Rows(ABC):
         """Return the number of tokens under the response mask, and of rows with at least one such token."""
 
     @abstractmethod
-    def cut(self, rows: Tensor, device: torch.device) -> MicroBatch:
-        """Return the micro-batch of these rows."""
+    def cut(self, rows: Tensor) -> MicroBatch:
+        """Return the micro-batch of these rows, in host memory."""
 
     @abstractmethod
     def empty_outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -123,15 +128,15 @@ class PaddedRows(Rows):
         mask = self._columns["response_mask"] > 0
         return float(mask.sum()), float(mask.any(-1).sum())
 
-    def cut(self, rows: Tensor, device: torch.device) -> MicroBatch:
+    def cut(self, rows: Tensor) -> MicroBatch:
         start, end = int(self.starts[rows].min()), int(self.ends[rows].max())
         response = slice(0, end - self.prompt_width)
         cut = {
-            name: self._cut(name, column[rows], slice(start, end), response).to(device)
-            for name, column in self._columns.items()
+            name: self._cut(name, column[rows], slice(start, end), response) for name, column in self._columns.items()
         }
         mask = cut.pop("response_mask")
-        return MicroBatch(rows, {name: cut[name] for name in MODEL_INPUTS}, cut["responses"], mask, cut)
+        inputs = {name: cut[name] for name in MODEL_INPUTS}
+        return MicroBatch(rows, inputs, cut["responses"], mask, cut, trained_positions(mask))
 
     def _cut(self, name: str, column: Tensor, whole: slice, response: slice) -> Tensor:
         if name in MODEL_INPUTS:
@@ -188,16 +193,16 @@ class RaggedRows(Rows):
         kept = self._mask.with_values(self._mask.values.bool()).sums()
         return float(kept.sum()), float((kept > 0).sum())
 
-    def cut(self, rows: Tensor, device: torch.device) -> MicroBatch:
+    def cut(self, rows: Tensor) -> MicroBatch:
         width = self.prompt_width - int(self.starts[rows].min())
         response_width = int(self.ends[rows].max()) - self.prompt_width
-        prompt, response = self._prompts.lengths[rows].to(device), self._responses.lengths[rows].to(device)
+        prompt, response = self._prompts.lengths[rows], self._responses.lengths[rows]
         picks: dict[tuple[int, bool], _Pick] = {}
 
         def padded(column: Jagged, wide: int | None, left: bool = False) -> Tensor:
             key = (id(column.offsets), left)
             if key not in picks:
-                picks[key] = _Pick.of(column.offsets, rows, wide, left, device)
+                picks[key] = _Pick.of(column.offsets, rows, wide, left)
             return picks[key].pad(column.values)
 
         prompts = padded(self._prompts, width, left=True).long()
@@ -208,14 +213,14 @@ class RaggedRows(Rows):
             for name, each in self._others.items()
         }
         mask = columns.pop("response_mask").long()
-        places = torch.arange(width + response_width, device=device)
+        places = torch.arange(width + response_width)
         attention = (places >= width - prompt.unsqueeze(1)) & (places < width + response.unsqueeze(1))
         inputs = {
             "input_ids": torch.cat([prompts, responses], 1),
             "attention_mask": attention.long(),
             "position_ids": (places - (width - prompt.unsqueeze(1))).clamp(min=0) * attention,
         }
-        dense = {name: column[rows].to(device) for name, column in self._dense.items()}
+        dense = {name: column[rows] for name, column in self._dense.items()}
         taken = picks[id(self._responses.offsets), False]
         return MicroBatch(
             rows=rows,
@@ -223,6 +228,7 @@ class RaggedRows(Rows):
             responses=responses,
             response_mask=mask,
             columns={**inputs, "prompts": prompts, "responses": responses, **dense, **columns},
+            trained=trained_positions(mask),
             tokens=taken.places,
             targets=taken.positions,
         )
@@ -235,21 +241,25 @@ class RaggedRows(Rows):
         return DataProto.from_dict(tensors=columns, length=len(self.starts))
 
 
+def trained_positions(response_mask: Tensor) -> Tensor:
+    """Return the positions in ``[b * t]`` under a mask ``[b, t]``; on a device this would wait for it."""
+    return (response_mask > 0).flatten().nonzero().flatten()
+
+
 def _same_rows(column: Jagged, responses: Jagged) -> bool:
     return column.offsets is responses.offsets or torch.equal(column.offsets, responses.offsets)
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """Source positions of some rows of a jagged column, and their places in ``[b, width]`` on the device."""
+    """Source positions of some rows of a jagged column, and their places in ``[b, width]``."""
 
     positions: Tensor
     places: Tensor
     shape: tuple[int, int]
-    device: torch.device
 
     @classmethod
-    def of(cls, offsets: Tensor, rows: Tensor, width: int | None, left: bool, device: torch.device) -> _Pick:
+    def of(cls, offsets: Tensor, rows: Tensor, width: int | None, left: bool) -> _Pick:
         starts = offsets[rows]
         lengths = offsets[rows + 1] - starts
         if width is None:
@@ -259,10 +269,10 @@ class _Pick:
         row = torch.repeat_interleave(lengths, output_size=total)
         place = torch.arange(total) - (ends - lengths)[row]
         shift = width - lengths[row] if left else 0
-        return cls(starts[row] + place, (row * width + place + shift).to(device), (len(rows), width), device)
+        return cls(starts[row] + place, row * width + place + shift, (len(rows), width))
 
     def pad(self, values: Tensor) -> Tensor:
         rows, width = self.shape
-        taken = values[self.positions].to(self.device)
+        taken = values[self.positions]
         padded = taken.new_zeros((rows * width, *values.shape[1:]))
         return padded.index_copy_(0, self.places, taken).view(rows, width, *values.shape[1:])

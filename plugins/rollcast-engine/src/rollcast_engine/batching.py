@@ -15,6 +15,7 @@ import torch
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged, karmarkar_karp
 from rollcast_engine._rows import MODEL_INPUTS, MicroBatch, PaddedRows, RaggedRows, Rows
+from rollcast_engine.transfer import move
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +64,13 @@ class BatchPlan:
             return self
         return replace(self, groups=_balanced(self.lengths.tolist(), self.budget, count))
 
+    def cut(self, index: int) -> MicroBatch:
+        """Return micro-batch ``index`` in host memory; a dummy if this rank has fewer."""
+        return self.source.cut(self.groups[index]) if index < len(self) else dummy_micro_batch()
+
     def micro_batch(self, index: int, device: torch.device) -> MicroBatch:
         """Return micro-batch ``index`` on ``device``."""
-        return self.source.cut(self.groups[index], device)
+        return move(self.cut(index), device)
 
 
 def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1) -> BatchPlan:
@@ -130,11 +135,14 @@ def check_budget(longest: int, settings: ForwardSettings, sequence_ranks: int = 
         )
 
 
-def dummy_micro_batch(device: torch.device) -> MicroBatch:
+def dummy_micro_batch(device: torch.device | None = None) -> MicroBatch:
     """Return a micro-batch of one row with two tokens and an all-zero mask, for a rank that ran out of rows.
 
     Ranks that share a model gather its weights together in each forward and backward pass, so all of them must run the
     same number of passes.
+
+    Args:
+        device: device of the micro-batch; None for host memory.
     """
     inputs = {
         "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=device),
@@ -142,7 +150,8 @@ def dummy_micro_batch(device: torch.device) -> MicroBatch:
         "position_ids": torch.arange(2, device=device).unsqueeze(0),
     }
     mask = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    return MicroBatch(torch.zeros(0, dtype=torch.int64), inputs, inputs["input_ids"][:, 1:], mask, {}, is_dummy=True)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(none, inputs, inputs["input_ids"][:, 1:], mask, {}, none, is_dummy=True)
 
 
 def _by_rows(order: Tensor, size: int | None, packs: bool) -> list[Tensor]:

@@ -102,12 +102,20 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def write_sums(path: Path, rank: int) -> None:
-    """Write sizes and checksums of the files that this rank has written: its shards, and the index on rank 0."""
+def write_sums(path: Path, rank: int, written: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Write sizes and checksums of the files that this rank has written: its shards, and the index on rank 0.
+
+    Args:
+        path: folder of the checkpoint.
+        rank: rank of this process.
+        written: size and checksum by file name, from :class:`~rollcast_engine.shard_files.SummingWriter`. Files that
+            it lacks are read again.
+    """
+    known = written or {}
     files = sorted((path / SHARDS).glob(f"__{rank}_*"))
     if rank == 0:
         files += [file for name in _INDEX if (file := path / SHARDS / name).is_file()]
-    sums = {file.name: [file.stat().st_size, _checksum(file)] for file in files}
+    sums = {file.name: list(known.get(file.name) or (file.stat().st_size, _checksum(file))) for file in files}
     (path / "sums" / f"rank_{rank}.json").write_text(json.dumps(sums), encoding="utf-8")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,9 +24,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, RUN_DIR/checkpoints/step_N.")
+        str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, RUN_DIR/checkpoints/step_N: a folder or its URL.")
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to create.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to create, or its URL.")],
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="The run's resolved config; RUN_DIR/config.yaml by default."),
@@ -32,8 +34,46 @@ def export(
     _traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config, weights and tokenizer."""
+    from rollcast.contracts.storage import RemoteFolder, is_url
+    from rollcast.errors import CheckpointError
+
+    hide_library_bars()
+    with ExitStack() as stack:
+        local = Path(checkpoint)
+        if is_url(checkpoint):
+            local = _fetch(checkpoint, Path(stack.enter_context(TemporaryDirectory())))
+        if not is_url(output):
+            _export(local, Path(output), config)
+        else:
+            folder = Path(stack.enter_context(TemporaryDirectory())) / "export"
+            remote = RemoteFolder(output, "OUTPUT")
+            if remote.names(""):
+                raise CheckpointError(f"{output} exists and is not an empty folder; choose another OUTPUT")
+            _export(local, folder, config)
+            remote.upload(folder, "")
+    print_lines(f"exported {checkpoint} to {output}")
+
+
+def _fetch(url: str, folder: Path) -> Path:
+    """Copy a checkpoint and its run's config into a folder; return the checkpoint's path."""
+    from rollcast.contracts.storage import RemoteFolder
+    from rollcast.errors import CheckpointError
+
+    run, _, name = url.rstrip("/").rpartition("/checkpoints/")
+    if not run or "/" in name:
+        raise CheckpointError(f"{url} is not the URL of a checkpoint, which ends with /checkpoints/step_N")
+    remote = RemoteFolder(run, "CHECKPOINT")
+    target = folder / "checkpoints" / name
+    target.parent.mkdir()
+    remote.download("config.yaml", folder / "config.yaml")
+    remote.download(f"checkpoints/{name}", target)
+    return target
+
+
+def _export(checkpoint: Path, output: Path, config: Path | None) -> None:
     from rollcast import build_section
     from rollcast.contracts.engine import ModelConfig, engines
+    from rollcast.contracts.storage import NodeCopies
     from rollcast.errors import CheckpointError, ConfigError
 
     _check_checkpoint(checkpoint)
@@ -47,12 +87,12 @@ def export(
         missing = "actor.engine.name" if engine is None else "model"
         raise ConfigError(f"{file} has no {missing}, which identifies the model; is it a run's config.yaml?")
     engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
-    model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
+    copies = NodeCopies()
+    model = copies.place(build_section(ModelConfig, settings.model, "model", {"model": str(file)}), "model")
+    copies.make()
     model = replace(model, path=_find_model(model.path, str(settings.get("run_dir", "")), run_dir))
-    hide_library_bars()
     with show_progress(f"exporting {checkpoint.name}"):
         engine_class.export_checkpoint(checkpoint / "actor", model, output)
-    print_lines(f"exported {checkpoint} to {output}")
 
 
 def _check_checkpoint(checkpoint: Path) -> None:

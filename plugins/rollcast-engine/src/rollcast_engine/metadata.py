@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollcast.errors import CheckpointError
 
-__all__ = ["check_metadata"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["check_metadata", "read_metadata"]
 
 #: Module of the classes and enums in an index.
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -45,12 +48,21 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def check_metadata(file: Path) -> None:
-    """Check that the index of a checkpoint is plain data before torch, which unpickles anything, reads it.
+    """Check that the index of a checkpoint is plain data, before anything else of the checkpoint is read.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, or names code.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
+    read_metadata(file)
+
+
+def read_metadata(file: Path) -> Metadata:
+    """Return the index of a checkpoint without running any code that it names.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, or names code.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     try:
         content = _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
@@ -58,3 +70,6 @@ def check_metadata(file: Path) -> None:
         raise CheckpointError(f"{file} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
     if not isinstance(content, Metadata) or not isinstance(content.state_dict_metadata, dict):
         raise CheckpointError(f"{file} is not an index of a checkpoint: it contains a {type(content).__name__}")
+    if getattr(content, "storage_meta", None) is None:
+        content.storage_meta = StorageMeta()
+    return content

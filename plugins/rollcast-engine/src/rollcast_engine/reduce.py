@@ -86,10 +86,7 @@ class MetricSums:
 
         A rank that saw no rows may lack some names before the reduction.
         """
-        mine = (
-            {name: float(value) for name, value in self.sums.items()},
-            {name: float(value) for name, value in self.maxima.items()},
-        )
+        mine = (_numbers(self.sums), _numbers(self.maxima))
         everyone: list[Any] = [mine]
         if group is not None:
             everyone = [None] * dist.get_world_size(group)
@@ -102,3 +99,12 @@ class MetricSums:
             for name, value in maxima.items():
                 total[name] = max(total.get(name, value), value)
         return dict(sorted(total.items()))
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars as numbers, with one copy from the device for all of them."""
+    if not metrics:
+        return {}
+    device = next((value.device for value in metrics.values() if value.device.type != "cpu"), None)
+    values = torch.stack([value.to(device) for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

@@ -35,7 +35,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the sample
 
 @generate_app.command()
 def generate(
-    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with a column `prompt`.")],
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with a column `prompt`.")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL of samples; goes on where it ends.")],
     overrides: Settings = None,
     config_dir: ConfigDir = None,
@@ -50,7 +50,7 @@ def generate(
 
 @eval_app.command("eval")
 def evaluate(
-    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with prompts and answers.")],
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with prompts and answers.")],
     overrides: Settings = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="JSONL of scored samples [default: eval/PROMPTS.jsonl].")
@@ -62,7 +62,7 @@ def evaluate(
     """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
     from rollcast_eval.statistics import answer_extractor, summarize_notes, summarize_samples
 
-    target = output or Path("eval") / f"{prompts.stem}.jsonl"
+    target = output or Path("eval") / f"{Path(prompts).stem}.jsonl"
     job = _build(prompts, target, overrides, config_dir, scored=True, overwrite=overwrite)
     with _progress(job) as progress:
         rows = job.run(progress)
@@ -77,19 +77,21 @@ def evaluate(
 
 
 def _build(
-    prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool, overwrite: bool
+    prompts: str, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool, overwrite: bool
 ) -> SampleJob:
+    from rollcast.contracts.storage import fetch_files
     from rollcast.errors import DataError
     from rollcast_eval.composition import compose_samples
 
-    if not prompts.is_file():
+    file = Path(fetch_files([prompts], "PROMPTS")[0])
+    if not file.is_file():
         raise DataError(f"there is no file of prompts {prompts}")
     composed = compose_samples(overrides or (), config_dir)
     composed.load_plugins()
     hide_library_bars()
     from rollcast_eval.job import SampleJob
 
-    return SampleJob(composed.config, prompts, output, scored, overwrite)
+    return SampleJob(composed.config, file, output, scored, overwrite)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
+from rollcast.contracts.storage import NodeCopies, is_url
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
@@ -61,6 +62,7 @@ class SampleJob:
 
     def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool, overwrite: bool = False) -> None:
         self._config = config
+        self._copies = NodeCopies()
         self._model: ModelConfig = self._section("model", ModelConfig)
         self._data: DataConfig = self._section("data", DataConfig)
         self._sample: SampleConfig = self._section("sample", SampleConfig)
@@ -73,6 +75,7 @@ class SampleJob:
         self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
         judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
         self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None
+        self._copies.make()
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
@@ -84,14 +87,15 @@ class SampleJob:
         self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n, overwrite)
 
     def _section(self, path: str, schema: type) -> Any:
-        return build_section(schema, OmegaConf.select(self._config, path), path)
+        return self._copies.place(build_section(schema, OmegaConf.select(self._config, path), path), path)
 
     def _settings(self, prompts: Path, scored: bool) -> dict[str, Any]:
         """Return the settings that samples depend on; placement is not among them."""
         rollout, data = self._rollout, self._data
+        named = str(self._config.model.path)
         digest = hashlib.blake2b(prompts.read_bytes(), digest_size=8).hexdigest()
         return {
-            "model.path": str(Path(self._model.path).resolve()),
+            "model.path": named if is_url(named) else str(Path(named).resolve()),
             "prompts": f"{prompts.name} ({digest})",
             # Two engines draw different samples from the same seed.
             "rollout.name": self._config.rollout.name,
@@ -164,7 +168,10 @@ class SampleJob:
                 roles.update(self._generator.workers())
             if self._judge is not None:
                 roles[JUDGE] = self._judge.worker(self._sample.seed, self._placement.device)
-            groups = start_groups(self._pools, roles, runtime=runtime)
+            copied: dict[Hashable, ClassWithInitArgs[Any]] = {
+                role: each.with_options(copies=self._copies.planned) for role, each in roles.items()
+            }
+            groups = start_groups(self._pools, copied, runtime=runtime)
             replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:

@@ -40,8 +40,12 @@ RESULTS = "reward_results"
 #: Columns of a generated batch from which samples are built.
 _READ = (
     *("prompts", "responses", "response_mask", "finished", "turn_ids"),
-    *("ground_truth", "data_source", "extra_info", "messages"),
+    *("ground_truth", "data_source", "extra_info", "messages", "raw_prompt"),
 )
+#: Key of ``meta_info`` with the completed steps and all steps of the run.
+_PROGRESS = "reward_progress"
+#: Names in the rows of ``samples.jsonl``, besides those that rewards add.
+_ROW = ("prompt", "response", "ground_truth", "data_source", "finished", "score", "correct", "error", "index", "sample")
 #: Columns of rollouts that environments may have scored.
 _OF_ROLLOUTS = (
     *("rollout_index", "is_final", "is_scored"),
@@ -159,9 +163,11 @@ class Scored:
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of ``samples.jsonl``."""
+        """Return the rows of ``samples.jsonl``; a reward's column with a name of ours begins with ``column/``."""
         return [
             {
+                **{name: value for name, value in result.columns.items() if name not in _ROW},
+                **{f"column/{name}": value for name, value in result.columns.items() if name in _ROW},
                 **result.extra,
                 "prompt": sample.prompt,
                 "response": sample.response,
@@ -222,9 +228,9 @@ class GeneratedSamples(Sequence[RewardSample]):
 
     Args:
         batch: Jagged ``prompts``, ``responses`` and ``response_mask``, and jagged ``turn_ids`` if turns are known;
-            ``finished`` bool ``[B]``; object columns ``ground_truth``, ``data_source`` and ``extra_info`` if there are
-            any. With the object column ``messages``, the conversations, a sample's response is that of its last turn,
-            and its ``extra_info`` has them as ``messages``.
+            ``finished`` bool ``[B]``; object columns ``ground_truth``, ``data_source``, ``extra_info`` and
+            ``raw_prompt`` if there are any. With the object column ``messages``, the conversations, a sample's response
+            is that of its last turn, and its ``extra_info`` has them as ``messages``.
         tokenizer: The model's.
     """
 
@@ -245,6 +251,8 @@ class GeneratedSamples(Sequence[RewardSample]):
         self._truths, self._sources, self._extras, self._messages = (
             columns.get(name) for name in ("ground_truth", "data_source", "extra_info", "messages")
         )
+        self._raw_prompts = columns.get("raw_prompt")
+        self._step, self._total_steps = batch.meta_info.get(_PROGRESS, (0, 0))
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -280,6 +288,9 @@ class GeneratedSamples(Sequence[RewardSample]):
             response_ids=ids,
             extra_info=extra,
             turn_ids=turns,
+            raw_prompt=None if self._raw_prompts is None else self._raw_prompts[row],
+            step=self._step,
+            total_steps=self._total_steps,
         )
 
     def _prompt_text(self, row: int) -> str:
@@ -362,6 +373,7 @@ class RewardScorer:
         self._wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]] = _call
         self._take_judge_metrics: Callable[[], dict[str, float]] = dict
         self._score_elsewhere: Callable[[DataProto], Sequence[RewardResult]] | None = None
+        self._progress: Callable[[], tuple[int, int]] | None = None
 
     @property
     def uses_judge(self) -> bool:
@@ -394,6 +406,14 @@ class RewardScorer:
         """
         self._score_elsewhere = score_elsewhere
 
+    def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
+        """Give samples the progress of a training run.
+
+        Args:
+            progress: function that returns the numbers of completed steps and of all steps.
+        """
+        self._progress = progress
+
     def take_metrics(self) -> dict[str, float]:
         """Return the judge's metrics since the last call; empty without a judge."""
         return self._take_judge_metrics()
@@ -422,10 +442,12 @@ class RewardScorer:
         rows = self._local(batch)
         return batch.with_columns({RESULTS: list(self._results(rows, GeneratedSamples(rows, self._tokenizer)))})
 
-    @staticmethod
-    def _local(batch: DataProto) -> DataProto:
-        """Fetch the columns of a batch that are needed for results."""
-        return batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch])
+    def _local(self, batch: DataProto) -> DataProto:
+        """Fetch the columns of a batch that are needed for results, and add the run's progress."""
+        rows = batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch])
+        if self._progress is not None:
+            rows.meta_info[_PROGRESS] = self._progress()
+        return rows
 
     def _results(self, batch: DataProto, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         """Return a result for each row.

@@ -5,10 +5,10 @@ Axes: ``H`` query heads, ``K`` key and value heads, ``N`` packed tokens, ``D`` d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollcast_engine.keys import EngineKeyError
 from rollcast_fsdp.ulysses import all_heads, all_tokens, repeat_heads
+from rollcast_fsdp.varlen import AttentionNeeds, VarlenKernel, find_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["PACKED", "PackedRows", "packed_attention", "plain_attention", "use_packed_attention"]
+
+log = logging.getLogger(__name__)
 
 #: Name of the implementation in transformers' registry, and therefore in a module's config.
 PACKED = "rollcast_packed"
@@ -36,15 +39,26 @@ class PackedRows:
         lengths: tokens of each row, in order; their sum is ``N``.
         bounds: int32 ``[rows + 1]``, start of each row, and the end.
         group: ranks that hold a part of the tokens each (Ulysses); None if one rank holds them all.
+        kernel: kernel for all rows at once; None for one SDPA call for each row.
     """
 
     lengths: tuple[int, ...]
     bounds: Tensor
     group: Any = None
+    kernel: VarlenKernel | None = None
 
 
-def use_packed_attention(module: Any, attention: str) -> None:
+def use_packed_attention(module: Any, attention: str, device: torch.device, dtype: torch.dtype) -> VarlenKernel | None:
     """Make ``module``, a transformers model, use :func:`packed_attention` from now on.
+
+    Args:
+        module: the model.
+        attention: ``model.attn_implementation``.
+        device: device of the passes.
+        dtype: dtype of the passes.
+
+    Returns:
+        The kernel for the model's packs; None for one SDPA call for each row, which is logged.
 
     Raises:
         EngineKeyError: the model bypasses transformers' attention registry, or ``attention`` does not support packs.
@@ -64,6 +78,26 @@ def use_packed_attention(module: Any, attention: str) -> None:
             f"is true, but {type(module).__name__} does not take its attention from transformers' registry; "
             "set it to false",
         )
+    kernel, reasons = find_kernel(attention, device, _needs(module.config.get_text_config(), dtype))
+    if kernel is not None:
+        log.info("packed rows attend with %s", kernel.name)
+    else:
+        # On a CPU there is nothing better to install.
+        level = logging.INFO if device.type == "cpu" else logging.WARNING
+        log.log(level, "packed rows attend with one SDPA call for each row, which is slow: %s", "; ".join(reasons))
+    return kernel
+
+
+def _needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
+    layers = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    heads = int(config.num_attention_heads)
+    return AttentionNeeds(
+        dtype=dtype,
+        window=window if layers is None else any("sliding" in layer for layer in layers),
+        dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0) > 0,
+        head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+    )
 
 
 @contextmanager
@@ -79,6 +113,8 @@ def plain_attention(module: Any, attention: str) -> Iterator[None]:
         module.set_attn_implementation(PACKED)
 
 
+# Not traced by torch.compile: it would compile the layers anew for each number of rows.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -93,7 +129,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention of each token within its row.
 
-    This uses torch's varlen kernel on CUDA in half precision, and otherwise one call per row.
+    This uses the rows' kernel, or without one a call of SDPA for each row.
 
     Args:
         module: the model's attention layer.
@@ -126,8 +162,11 @@ def packed_attention(
         ranks = dist.get_world_size(group)
         query = all_tokens(query, group)
         key, value = (all_tokens(repeat_heads(heads, ranks), group) for heads in (key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0 and _has_varlen():
-        output = _varlen(query, key, value, packed_rows, scaling, sliding_window)
+    if packed_rows.kernel is not None:
+        heads_last = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        longest = max(packed_rows.lengths)
+        output = packed_rows.kernel(*heads_last, packed_rows.bounds, longest, scaling, sliding_window, dropout)
+        output = output.unsqueeze(0)
     else:
         output = _row_by_row(query, key, value, packed_rows, scaling, dropout, sliding_window)
     return (output if group is None else all_heads(output, group)), None
@@ -160,29 +199,3 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
         return None
     distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
-
-
-def _has_varlen() -> bool:
-    return find_spec("torch.nn.attention.varlen") is not None
-
-
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    longest = max(rows.lengths)
-    attended: Any = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
-        rows.bounds,
-        rows.bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.size(1) != key.size(1),
-    )
-    output: Tensor = attended.unsqueeze(0)
-    return output

@@ -5,7 +5,7 @@ The folder::
     engine.json          summary: engine, model type, parameters, schedule; written last
     rng/rank_<r>.pt      random state of rank r (tensors and numbers only)
     shards/              torch.distributed.checkpoint: model.<name>, optim.<name>.<entry>
-    sums/rank_<r>.json   sizes and checksums of the shards that rank r wrote
+    sums/rank_<r>.json   sizes and checksums of the shards that rank r wrote, computed while writing
 
 With an adapter only the trained tensors are saved. A checkpoint may be loaded on another number of ranks.
 """
@@ -42,10 +42,10 @@ from rollcast_engine.checkpoint_files import (
     write_summary,
     write_sums,
 )
-from rollcast_engine.metadata import check_metadata
 from rollcast_engine.optim import prime_optimizer
 from rollcast_engine.process_group import agree
 from rollcast_engine.rng import derive_rng, restore_rng
+from rollcast_engine.shard_files import CheckedReader, SummingWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,11 +156,12 @@ def save(path: Path, state: EngineState) -> None:
     _begin(path, state)
     problem = ""
     try:
+        writer = SummingWriter(path / SHARDS)
         with _quiet():
             dcp.save(  # type: ignore[attr-defined]
-                state.state_dict(), checkpoint_id=path / SHARDS, no_dist=not state.distributed
+                state.state_dict(), storage_writer=writer, no_dist=not state.distributed
             )
-        write_sums(path, state.rank)
+        write_sums(path, state.rank, writer.sums)
     except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {describe_failure(error)}"
     agree(problem, f"checkpoint {path} could not be written", state.world_size)
@@ -185,16 +186,17 @@ def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) 
     """
     _begin(path, state)
     summary, rank, no_dist = state.summary(), state.rank, not state.distributed
+    writer = SummingWriter(path / SHARDS)
     with _quiet():
         shards: Any = dcp.async_save(  # type: ignore[attr-defined]
-            state.state_dict(), checkpoint_id=path / SHARDS, process_group=group, no_dist=no_dist
+            state.state_dict(), storage_writer=writer, process_group=group, no_dist=no_dist
         )
 
     def finish() -> None:
         problem = ""
         try:
             shards.result()
-            write_sums(path, rank)
+            write_sums(path, rank, writer.sums)
         except _WRITE_ERRORS as error:
             problem = f"rank {rank}: {describe_failure(error)}"
         agree(problem, f"checkpoint {path} could not be written", state.world_size, group)
@@ -246,7 +248,7 @@ def load(path: Path, state: EngineState) -> int:
     try:
         with _quiet():
             dcp.load(  # type: ignore[attr-defined]
-                state.state_dict(), checkpoint_id=path / SHARDS, no_dist=not state.distributed
+                state.state_dict(), storage_reader=CheckedReader(path / SHARDS), no_dist=not state.distributed
             )
     except _READ_ERRORS as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
@@ -281,12 +283,11 @@ def read_tensors(path: Path, names: Mapping[str, tuple[Any, str]]) -> dict[str, 
     Raises:
         CheckpointError: they cannot be read.
     """
-    check_metadata(path / SHARDS / ".metadata")
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in names.items()}
     try:
         with _quiet():
             dcp.load(  # type: ignore[attr-defined]
-                {"model": tensors}, checkpoint_id=path / SHARDS, no_dist=True
+                {"model": tensors}, storage_reader=CheckedReader(path / SHARDS), no_dist=True
             )
     except _READ_ERRORS as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error

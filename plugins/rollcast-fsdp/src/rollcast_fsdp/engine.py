@@ -22,6 +22,7 @@ from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
+from rollcast_engine.transfer import CopyStream
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
 from rollcast_fsdp.exporting import export_checkpoint, export_live
@@ -30,7 +31,7 @@ from rollcast_fsdp.lora import require_adapter
 from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import BaseModelReference, Reference
-from rollcast_fsdp.residency import move_gradients, move_optimizer_state
+from rollcast_fsdp.residency import Residency
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, shard_module
 from rollcast_fsdp.step import TokenForward
@@ -81,6 +82,11 @@ class FsdpEngine(TorchEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.forward: TokenForward
         self.passes: Passes | None = None
+        self.residency: Residency | None = None
+        #: Modes that are entered, outermost first.
+        self._modes: list[bool] = []
+        #: True if the weights may differ from those that were last offloaded.
+        self._changed = True
         self._reference: Reference | BaseModelReference | None = None
         self._pending_save: checkpoints.PendingSave | None = None
         self._checkpoint_group: Any = None
@@ -117,26 +123,44 @@ class FsdpEngine(TorchEngine):
         plan.fill(self.device)
         self.module, self.adapter = module.eval(), plan.adapter
         with naming_keys(self.setup.section):
+            kernel = None
             if self.config.use_remove_padding:
-                use_packed_attention(transformer(self.module), self.setup.model.attn_implementation)
-            self.forward = TokenForward(self.module, self.config, self.sharding)
-        self.passes = Passes(self.forward, self.config, self.sharding, self.device)
+                dtype = DTYPES[self.config.param_dtype or self.config.model_dtype]
+                attention = self.setup.model.attn_implementation
+                kernel = use_packed_attention(transformer(self.module), attention, self.device, dtype)
+            self.forward = TokenForward(self.module, self.config, self.sharding, kernel)
+        copies = CopyStream(self.device)
+        self.passes = Passes(self.forward, self.config, self.sharding, copies)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
+        self.residency = Residency(self.module, self.optimizer, copies)
         self._offload()
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
-        """Enter train or eval mode with the weights on the device; gradients are left alone."""
+        """Enter train or eval mode with the weights on the device.
+
+        Leaving train mode drops the gradients and returns cached memory to the device, so that a rollout finds both.
+        The outermost mode moves offloaded state: an update with many mini-batches moves it once each way.
+        """
         was_training = self.module.training
+        self._modes.append(training)
+        residency = self._residency()
         if self.config.param_offload:
-            self.to(self.device.type, optimizer=False, grad=False)
+            residency.load(module=True, optimizer=False)
         self.module.train(training)
         try:
             yield
         finally:
             self.module.train(was_training)
-            self._offload()
+            self._modes.pop()
+            if training and not any(self._modes):
+                self.module.zero_grad(set_to_none=True)
+            self._changed = self._changed or training
+            if not self._modes:
+                self._offload()
+                if training:
+                    empty_cache()
 
     def optimizer_zero_grad(self) -> None:
         """Drop all gradients."""
@@ -156,11 +180,12 @@ class FsdpEngine(TorchEngine):
             return norm, True
         for group in optimizer.param_groups:
             group["lr"] = self.current_lr()
-        if self.config.optimizer_offload:
-            self.to(self.device.type, model=False, grad=False)
+        # The state stays on the device until the mode ends.
+        self._residency().load(module=False, optimizer=True)
         optimizer.step()
-        if self.config.optimizer_offload:
-            self.to("cpu", model=False, grad=False)
+        self._changed = True
+        if not self._modes:
+            self._offload()
         return norm, False
 
     def _clip(self) -> float:
@@ -254,22 +279,30 @@ class FsdpEngine(TorchEngine):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator.
 
-        Gradients follow their parameters: they move with ``model``; with ``grad`` alone they move to the device of
-        their parameters.
+        Gradients exist only inside :meth:`train_mode`, with the weights on the device. With ``grad``, moving to the CPU
+        drops them.
         """
-        target = torch.device("cpu") if device == "cpu" else self.device
-        if model:
-            self.module.to(target)
-        if grad:
-            move_gradients(self.module)
-        if optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, target)
-        if target.type == "cpu":
-            empty_cache()
+        residency = self._residency()
+        if device != "cpu":
+            residency.load(model, optimizer)
+            return
+        if grad or model:
+            self.module.zero_grad(set_to_none=True)
+        residency.offload(model, optimizer, self._changed)
+        self._changed = self._changed and not model
+        empty_cache()
 
     def _offload(self) -> None:
-        if self.config.param_offload or self.config.optimizer_offload:
-            self.to("cpu", model=self.config.param_offload, optimizer=self.config.optimizer_offload, grad=False)
+        params, state = self.config.param_offload, self.config.optimizer_offload
+        if params or state:
+            self._residency().offload(params, state, self._changed)
+            self._changed = self._changed and not params
+            empty_cache()
+
+    def _residency(self) -> Residency:
+        if self.residency is None:
+            raise RuntimeError("initialize() has to be called before the engine computes")
+        return self.residency
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, schedule and every rank's RNG under ``path``.
@@ -307,6 +340,7 @@ class FsdpEngine(TorchEngine):
             CheckpointError: the folder is incomplete or belongs to another model; the message names the differences.
         """
         self.schedule_step = checkpoints.load(path, self._state())
+        self._changed = True
 
     def _state(self) -> checkpoints.EngineState:
         return checkpoints.EngineState(

@@ -1,7 +1,7 @@
 """Log-probs, entropy and Σp² computed from hidden states and the vocabulary head, without full logits.
 
-Forward and backward process the vocabulary in blocks; the backward pass recomputes the logits of each block. Axes:
-``M`` positions, ``H`` hidden size, ``V`` vocabulary, ``v`` words of a block.
+Forward and backward process the positions in chunks, each with the whole vocabulary; the backward pass recomputes the
+logits of each chunk. Axes: ``M`` positions, ``m`` positions of a chunk, ``H`` hidden size, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["VocabularyStats", "linear_stats"]
+__all__ = ["CHUNK_SIZE", "VocabularyStats", "linear_stats"]
 
-#: Maximum number of logits in a block; in float32 these are 16 MiB.
-_BLOCK_ELEMENTS = 1 << 22
+#: Positions of a chunk, unless ``log_probs_chunk_size`` says otherwise.
+CHUNK_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ def linear_stats(
     temperature: float = 1.0,
     entropy: bool = True,
     sum_pi_squared: bool = True,
-    block_elements: int = _BLOCK_ELEMENTS,
+    chunk_size: int = CHUNK_SIZE,
 ) -> VocabularyStats:
     """Return statistics of ``softmax((hidden @ weight.T + bias) / temperature)``, all differentiable.
 
-    Besides inputs and gradients, at most a few blocks of logits are in memory at a time.
+    Besides inputs and gradients, two or three tensors of ``[m, V]`` are in memory at a time. The gradient of a weight
+    that is not float32 is summed over the chunks in float32, ``[V, H]``, and rounded once.
 
     Args:
         hidden: hidden states, ``[M, H]``.
@@ -54,10 +55,10 @@ def linear_stats(
         tokens: tokens whose log-probs are computed, int64 ``[M]``.
         temperature: sampling temperature, above 0.
         entropy, sum_pi_squared: True to compute them in addition to log-probs.
-        block_elements: maximum number of logits in a block; a block has at least one word.
+        chunk_size: ``m``, at least 1.
     """
     result: Any = _LinearStats.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, _Options(temperature, entropy, sum_pi_squared, block_elements)
+        hidden, weight, bias, tokens, _Options(temperature, entropy, sum_pi_squared, chunk_size)
     )
     return VocabularyStats(*result)
 
@@ -67,17 +68,15 @@ class _Options:
     temperature: float
     entropy: bool
     squares: bool
-    block_elements: int
+    chunk_size: int
+
+    def chunks(self, positions: int) -> Iterator[slice]:
+        for start in range(0, positions, self.chunk_size):
+            yield slice(start, min(start + self.chunk_size, positions))
 
 
-def _blocks(positions: int, vocabulary: int, elements: int) -> Iterator[slice]:
-    size = min(vocabulary, max(1, elements // max(positions, 1)))
-    for start in range(0, vocabulary, size):
-        yield slice(start, min(start + size, vocabulary))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, block: slice) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight[block], None if bias is None else bias[block]).float()
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -86,63 +85,74 @@ class _LinearStats(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Sums over all blocks are kept in double precision: it is only one number per position.
-        chosen = torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
-        total = torch.full_like(chosen, -torch.inf)  # logsumexp of the blocks so far; below, that of doubled logits
-        doubled = torch.full_like(chosen, -torch.inf)
-        mean = torch.zeros_like(chosen)  # mean of the logits under the distribution so far
-        # A constant per row is subtracted from the logits, so that entropy is not a small difference of large numbers.
-        shift: Tensor | None = None
-        for block in _blocks(len(hidden), len(weight), options.block_elements):
-            logits = _logits(hidden, weight, bias, options.temperature, block)
-            shift = logits.amax(1) if shift is None else shift
-            logits.sub_(shift.unsqueeze(1))
-            inside = (tokens >= block.start) & (tokens < block.stop)
-            place = (tokens - block.start).clamp(0, logits.size(1) - 1).unsqueeze(1)
-            chosen = torch.where(inside, logits.gather(1, place).squeeze(1).double(), chosen)
-            part = logits.logsumexp(1).double()
-            joined = torch.logaddexp(total, part)
+        log_probs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, squares, shift, log_total, mean = (torch.zeros_like(log_probs) for _ in range(5))
+        for chunk in options.chunks(len(hidden)):
+            logits = _logits(hidden[chunk], weight, bias, options.temperature)
+            # Relative to the largest, so that entropy is no small difference of large numbers.
+            shift[chunk] = largest = logits.amax(1)
+            logits.sub_(largest.unsqueeze(1))
+            chosen = logits.gather(1, tokens[chunk].unsqueeze(1)).squeeze(1)
+            probs = logits.exp()
+            total = probs.sum(1)
+            log_total[chunk] = total.log()
+            log_probs[chunk] = chosen - log_total[chunk]
             if options.squares:
-                doubled = torch.logaddexp(doubled, (2 * logits).logsumexp(1).double())
+                squares[chunk] = (torch.linalg.vector_norm(probs, dim=1) / total).square()
             if options.entropy:
-                share = (logits - part.float().unsqueeze(1)).exp_().mul_(logits).sum(1)
-                mean = mean * (total - joined).exp() + share * (part - joined).exp()
-            total = joined
-        squares = (doubled - 2 * total).exp() if options.squares else torch.zeros_like(total)
-        entropy = total - mean if options.entropy else torch.zeros_like(total)
-        log_probs, entropy, squares = (chosen - total).float(), entropy.float(), squares.float()
-        ctx.save_for_backward(hidden, weight, bias, tokens, total.float(), mean.float(), squares, shift)
+                mean[chunk] = probs.mul_(logits).sum(1) / total
+                entropy[chunk] = log_total[chunk] - mean[chunk]
+        ctx.save_for_backward(hidden, weight, bias, tokens, shift, log_total, mean, squares)
         ctx.options = options
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, total, mean, squares, shift = ctx.saved_tensors
+        hidden, weight, bias, tokens, *stats = ctx.saved_tensors
         options: _Options = ctx.options
-        of_log_probs, of_entropy, of_squares = (gradient.unsqueeze(1) for gradient in gradients)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
-        to_weight = torch.empty_like(weight) if wants_weight else None
-        to_bias = torch.empty_like(bias) if wants_bias and bias is not None else None
-        for block in _blocks(len(hidden), len(weight), options.block_elements):
-            logits = _logits(hidden, weight, bias, options.temperature, block)
-            logits.sub_(shift.unsqueeze(1))
-            probs = (logits - total.unsqueeze(1)).exp_()
-            # With p the probability of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p
-            # - Σp²).
-            slope = -of_log_probs
-            if options.entropy:
-                slope = logits.sub_(mean.unsqueeze(1)).mul_(-of_entropy).add_(slope)
-            if options.squares:
-                slope = slope + (probs - squares.unsqueeze(1)).mul_(2 * of_squares)
-            slope = probs.mul_(slope)
-            inside = ((tokens >= block.start) & (tokens < block.stop)).nonzero().squeeze(1)
-            slope[inside, tokens[inside] - block.start] += of_log_probs[inside, 0]
-            slope = slope.div_(options.temperature).to(weight.dtype)
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
+        for chunk in options.chunks(len(hidden)):
+            logits = _logits(hidden[chunk], weight, bias, options.temperature)
+            slope = _slope(
+                logits, tokens[chunk], [each[chunk] for each in stats], [g[chunk] for g in gradients], options
+            )
+            slope = slope.to(weight.dtype)
             if to_hidden is not None:
-                to_hidden += slope @ weight[block]
+                torch.mm(slope, weight, out=to_hidden[chunk])
             if to_weight is not None:
-                torch.mm(slope.T, hidden, out=to_weight[block])
+                _add_product(to_weight, slope.T, hidden[chunk])
             if to_bias is not None:
-                to_bias[block] = slope.sum(0)
-        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
+                to_bias += slope.sum(0, dtype=torch.float32)
+        rounded = None if to_weight is None else to_weight.to(weight.dtype)
+        return to_hidden, rounded, None if to_bias is None else to_bias.to(bias.dtype), None, None
+
+
+def _slope(logits: Tensor, tokens: Tensor, stats: list[Tensor], gradients: list[Tensor], options: _Options) -> Tensor:
+    """Return the gradient of a chunk's logits before the temperature, ``[m, V]``; ``logits`` are overwritten.
+
+    With p the probability of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p - Σp²).
+    """
+    shift, log_total, mean, squares = (each.unsqueeze(1) for each in stats)
+    of_log_probs, of_entropy, of_squares = (each.unsqueeze(1) for each in gradients)
+    logits.sub_(shift)
+    probs = (logits - log_total).exp_()
+    if options.entropy:
+        factor = logits.sub_(mean).mul_(-of_entropy).sub_(of_log_probs)
+    else:
+        factor = -of_log_probs
+    if options.squares:
+        factor = factor + (probs - squares).mul_(2 * of_squares)
+    slope = probs.mul_(factor)
+    slope.scatter_add_(1, tokens.unsqueeze(1), of_log_probs)
+    return slope if options.temperature == 1.0 else slope.div_(options.temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a float32 sum."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,4 +1,4 @@
-"""Micro-batches without padding: the rows are concatenated to one sequence.
+"""Micro-batches without padding: the rows are concatenated to one sequence, in host memory.
 
 Axes: ``b`` rows of ``p`` prompt and ``t`` response positions, ``N`` tokens in the pack, ``n`` of them on this rank,
 ``M`` positions that predict a token under the mask.
@@ -46,7 +46,7 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     """Pack a micro-batch without padding and without each row's last token, which predicts nothing.
 
     Args:
-        micro: micro-batch in which every token under the response mask has a token before it.
+        micro: micro-batch in host memory in which every token under the response mask has a token before it.
         group: ranks that take equal parts of the tokens; None for a single rank.
     """
     inputs = micro.model_inputs
@@ -61,12 +61,11 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     if filler:
         lengths.append(filler)
     ids = torch.nn.functional.pad(inputs["input_ids"][kept], (0, filler))
-    positions = torch.cat([inputs["position_ids"][kept], torch.arange(filler, device=ids.device)])
-    bounds = torch.tensor([0, *lengths], device=ids.device).cumsum(0).to(torch.int32)
+    positions = torch.cat([inputs["position_ids"][kept], torch.arange(filler)])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     width = micro.responses.size(1)
-    chosen = (micro.response_mask > 0).flatten()
-    # Position in the pack of the token before each response token.
-    before = (kept.flatten().cumsum(0) - 1).view_as(kept)[:, -width - 1 : -1].flatten()[chosen]
+    # Position in the pack of the token before each trained token.
+    before = (kept.flatten().cumsum(0) - 1).view_as(kept)[:, -width - 1 : -1].flatten()[micro.trained]
     size = len(ids) // ranks
     start = 0 if group is None else dist.get_rank(group) * size
     mine = (before >= start) & (before < start + size)
@@ -75,6 +74,6 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
         position_ids=positions[start : start + size].unsqueeze(0),
         rows=PackedRows(tuple(lengths), bounds, group),
         places=before[mine] - start,
-        tokens=micro.responses.flatten()[chosen][mine],
-        targets=chosen.nonzero().flatten()[mine],
+        tokens=micro.responses.flatten()[micro.trained][mine],
+        targets=micro.trained[mine],
     )

@@ -9,20 +9,24 @@ import torch
 
 from rollcast.contracts.algorithm import kl_penalties
 from rollcast.contracts.engine import ForwardSettings
-from rollcast_engine.batching import MicroBatch, dummy_micro_batch
+from rollcast_engine.batching import dummy_micro_batch
 from rollcast_engine.loss import loss_share, quantity_names, zero_loss
 from rollcast_engine.reduce import MetricSums
+from rollcast_engine.transfer import move, prefetched
 from rollcast_fsdp.offload import ActivationOffload
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from rollcast.contracts.engine import LossFunction
     from rollcast_engine.batching import BatchPlan
     from rollcast_engine.reduce import AgreedCounts
+    from rollcast_engine.transfer import CopyStream
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
-    from rollcast_fsdp.step import Score, TokenForward
+    from rollcast_fsdp.step import ForwardInputs, Score, TokenForward
 
 __all__ = ["Passes"]
 
@@ -33,13 +37,14 @@ class Passes:
     """Runner of micro-batches through one module; ranks that share it run the same number."""
 
     def __init__(
-        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, device: torch.device
+        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, copies: CopyStream
     ) -> None:
         self.forward = forward
         self._sharding = sharding
-        self._device = device
+        self._device = copies.device
+        self._copies = copies
         # On a CPU, activations are in host memory anyway.
-        self._offloads = config.enable_activation_offload and device.type != "cpu"
+        self._offloads = config.enable_activation_offload and copies.is_asynchronous
         self._has_unreduced_gradients = False
 
     def run(
@@ -62,19 +67,23 @@ class Passes:
         """
         training = torch.is_grad_enabled()
         names = [] if training else quantity_names(settings, self.forward.is_value_model)
-        outputs = plan.source.empty_outputs(names)
+        # On the device until the last pass: a copy to the host would wait for each.
+        outputs = {name: output.to(self._device) for name, output in plan.source.empty_outputs(names).items()}
         sums = MetricSums()
         # FSDP2 averages gradients over the ranks, but the shares must be summed.
         scale = 1.0 if self._sharding is None else float(self._sharding.mesh.size())
         penalty = None if settings.vocabulary_kl is None else kl_penalties.get(settings.vocabulary_kl, _KL_KEY)
         finished = False
         try:
-            for index in range(agreed.micro_batches):
-                micro = self._micro_batch(plan, index)
+            prepared = prefetched(
+                lambda index: self.forward.prepare(plan.cut(index)), agreed.micro_batches, self._copies
+            )
+            for index, inputs in enumerate(prepared):
+                micro = inputs.micro
                 if training and self._sharding is not None:
                     self._sharding.set_gradient_sync(index == agreed.micro_batches - 1)
-                with ActivationOffload(self._device) if self._offloads and training else nullcontext():
-                    given = self.forward.quantities(micro, settings, reference, penalty)
+                with ActivationOffload(self._copies) if self._offloads and training else nullcontext():
+                    given = self.forward.quantities(inputs, settings, reference, penalty)
                 if loss_function is not None:
                     loss = loss_share(given, micro, agreed.denominators, loss_function, sums)
                     if training:
@@ -85,21 +94,20 @@ class Passes:
             finished = True
         finally:
             self._after(training, finished)
-        return outputs, sums
+        return {name: output.cpu() for name, output in outputs.items()}, sums
+
+    def _inputs(self, plan: BatchPlan, count: int) -> Iterator[ForwardInputs]:
+        return prefetched(lambda index: self.forward.prepare(plan.cut(index)), count, self._copies)
 
     def drop_unreduced_gradients(self) -> None:
         """Clear gradients that an interrupted backward left inside FSDP2; drop the module's gradients afterwards."""
         if self._has_unreduced_gradients:
             # FSDP2 hides gradients that are accumulated but not reduced, so reduce them to make them droppable.
             with torch.enable_grad():
-                given = self.forward.quantities(dummy_micro_batch(self._device), ForwardSettings(), None, None)
+                dummy = move(self.forward.prepare(dummy_micro_batch()), self._device)
+                given = self.forward.quantities(dummy, ForwardSettings(), None, None)
                 torch.autograd.backward(zero_loss(given))
             self._has_unreduced_gradients = False
-
-    def _micro_batch(self, plan: BatchPlan, index: int) -> MicroBatch:
-        if index < len(plan):
-            return plan.micro_batch(index, self._device)
-        return dummy_micro_batch(self._device)
 
     def _after(self, training: bool, finished: bool) -> None:
         if self._sharding is None:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from rollcast_engine.batching import MicroBatch
     from rollcast_fsdp.lora import Adapter
     from rollcast_fsdp.sharding import Sharding
-    from rollcast_fsdp.step import Scored, TokenForward
+    from rollcast_fsdp.step import ForwardInputs, Scored, TokenForward
 
 __all__ = ["BaseModelReference", "Reference"]
 
@@ -43,10 +42,10 @@ class Reference:
                 if self._sharding is not None:
                     self._sharding.reshard()
 
-    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+    def score(self, inputs: ForwardInputs, temperature: float) -> Scored:
         """Run one forward without gradients; call it inside :meth:`in_place`."""
         with torch.no_grad():
-            return self._forward.score(micro, temperature)
+            return self._forward.score(inputs, temperature)
 
 
 class BaseModelReference:
@@ -61,13 +60,13 @@ class BaseModelReference:
         """Do nothing: the model in training is on the device already."""
         yield
 
-    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+    def score(self, inputs: ForwardInputs, temperature: float) -> Scored:
         """Run one forward without gradients and dropout."""
         module = self._forward.module
         was_training = module.training
         module.eval()
         try:
             with torch.no_grad(), self._adapter.disabled():
-                return self._forward.score(micro, temperature)
+                return self._forward.score(inputs, temperature)
         finally:
             module.train(was_training)

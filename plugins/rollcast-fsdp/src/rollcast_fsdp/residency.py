@@ -1,25 +1,137 @@
-"""Moving gradients and optimizer state between the device and host memory."""
+"""Keeping weights and optimizer state in host memory between the phases of a step.
+
+State moves once each way per phase, through pinned buffers that are reused, on the copy stream.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+from torch.distributed.tensor import DTensor
+
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
 
-__all__ = ["move_gradients", "move_optimizer_state"]
+    from rollcast_engine.transfer import CopyStream
 
+__all__ = ["Residency"]
 
-def move_gradients(module: nn.Module) -> None:
-    """Move each gradient to its parameter's device."""
-    for parameter in module.parameters():
-        if parameter.grad is not None and parameter.grad.device != parameter.device:
-            parameter.grad = parameter.grad.to(parameter.device)
+_Key = tuple[int, str]
 
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move all tensors of the state to ``device``."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            state[name] = value.to(device)
+class Residency:
+    """The place of a module's weights and an optimizer's state: on the device, or in host memory.
+
+    Buffers of the module stay on the device: they are small, and the forward needs them as they are.
+
+    Attributes:
+        module_on_device, optimizer_on_device: current place.
+
+    Args:
+        module: the model.
+        optimizer: the optimizer; None for an engine that does not train.
+        copies: stream of the copies; one that is not asynchronous, as on a CPU, makes all moves do nothing.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, copies: CopyStream) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._copies = copies
+        self._hosts: dict[_Key, Tensor] = {}
+        self.module_on_device = True
+        self.optimizer_on_device = True
+
+    def load(self, module: bool, optimizer: bool) -> None:
+        """Start moving state to the device; what the computation queues from now on finds it there."""
+        module, optimizer = module and not self.module_on_device, optimizer and not self.optimizer_on_device
+        if not self._copies.is_asynchronous or not (module or optimizer):
+            return
+        arrived: list[Tensor] = []
+
+        def to_device(tensor: Tensor, key: _Key) -> Tensor:  # noqa: ARG001  # as to_host is called
+            target = self._copies.device_buffer(tensor.shape, tensor.dtype)
+            self._copies.copy(target, tensor)
+            arrived.append(target)
+            return target
+
+        with self._copies.enter():
+            self._apply(to_device, module, optimizer)
+        self._copies.make_compute_wait(self._copies.mark(), arrived)
+        self.module_on_device |= module
+        self.optimizer_on_device |= optimizer
+
+    def offload(self, module: bool, optimizer: bool, module_changed: bool = True) -> None:
+        """Move state to host memory; on return its memory on the device is free.
+
+        Args:
+            module: True for the weights.
+            optimizer: True for the optimizer's state.
+            module_changed: False if the weights are those of the last :meth:`load`; they are dropped without a copy.
+        """
+        module, optimizer = module and self.module_on_device, optimizer and self.optimizer_on_device
+        if not self._copies.is_asynchronous or not (module or optimizer):
+            return
+        leaving: list[Tensor] = []
+
+        def to_host(tensor: Tensor, key: _Key) -> Tensor:
+            host = self._hosts.get(key)
+            is_current = host is not None and key[1] == _WEIGHT and not module_changed
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host, is_current = self._copies.host_buffer(tensor.shape, tensor.dtype), False
+                self._hosts[key] = host
+            if not is_current:
+                self._copies.copy(host, tensor)
+                leaving.append(tensor)
+            return host
+
+        self._copies.wait_for_compute()
+        with self._copies.enter():
+            self._apply(to_host, module, optimizer)
+        # Without this, the host could read buffers that have not arrived, and the device reuse memory too early.
+        self._copies.wait(self._copies.mark())
+        leaving.clear()
+        self.module_on_device &= not module
+        self.optimizer_on_device &= not optimizer
+
+    def _apply(self, move: Callable[[Tensor, _Key], Tensor], module: bool, optimizer: bool) -> None:
+        if module:
+            self._apply_to_module(move)
+        if optimizer and self._optimizer is not None:
+            for parameter, state in self._optimizer.state.items():
+                for name, value in state.items():
+                    # Counts of steps are single numbers, which a fused optimizer wants on the device.
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        state[name] = _replaced(value, move, (id(parameter), name))
+
+    def _apply_to_module(self, move: Callable[[Tensor, _Key], Tensor]) -> None:
+        weights = {id(parameter) for parameter in self._module.parameters()}
+        moved: set[int] = set()
+
+        def replace(tensor: Tensor) -> Tensor:
+            # Buffers and gradients stay, and tied weights, which are visited twice, move once.
+            if id(tensor) not in weights or id(tensor) in moved:
+                return tensor
+            moved.add(id(tensor))
+            return _replaced(tensor, move, (id(tensor), _WEIGHT))
+
+        # Module._apply keeps the identity of parameters, and FSDP2 extends it to follow their new storage.
+        self._module._apply(replace)
+
+
+_WEIGHT = ""
+
+
+def _replaced(tensor: Tensor, move: Callable[[Tensor, _Key], Tensor], key: _Key) -> Tensor:
+    """Return a tensor with moved data; of a sharded one, this rank's part moves."""
+    if not isinstance(tensor, DTensor):
+        return move(tensor.detach(), key)
+    return DTensor.from_local(
+        move(tensor.to_local().detach(), key),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -35,7 +35,9 @@ class FsdpConfig:
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory between its steps."""
+    """Keep the optimizer's state in host memory between updates; the first step of an update loads it, and the end of
+    the update offloads it.
+    """
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     enable_activation_offload: bool = False
@@ -49,8 +51,9 @@ class FsdpConfig:
     use_remove_padding: bool = False
     """Pack a micro-batch's rows into one sequence without padding."""
     use_fused_kernels: bool = False
-    """Compute log-probs block by block over the vocabulary, without full logits; the backward pass recomputes each
-    block."""
+    """Compute log-probs by chunks of tokens, without full logits; the backward pass recomputes each chunk."""
+    log_probs_chunk_size: Positive = 512
+    """Tokens of a chunk of `use_fused_kernels`. Fewer take less memory, but make smaller products with the head."""
     share_prompts: bool = False
     """Compute a prompt that several rows of a micro-batch share only once, and continue from its keys and values:
     the same gradient for less work. Needs a model with a KV cache; no effect on a sharded model.

@@ -6,14 +6,14 @@ those under the mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from rollcast_engine.hf import ValueModel
-from rollcast_fsdp.fused import linear_stats
+from rollcast_fsdp.fused import CHUNK_SIZE, linear_stats
 from rollcast_fsdp.head import VocabularyHead
 from rollcast_fsdp.logprobs import (
     keep_logits,
@@ -24,7 +24,7 @@ from rollcast_fsdp.logprobs import (
     token_entropy,
     token_log_probs,
 )
-from rollcast_fsdp.packing import pack_rows
+from rollcast_fsdp.packing import Pack, pack_rows
 from rollcast_fsdp.ulysses import sum_over
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from rollcast.contracts.algorithm import KlPenalty
     from rollcast.contracts.engine import ForwardSettings
     from rollcast_engine.batching import MicroBatch
+    from rollcast_fsdp.attention import PackedRows
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
+    from rollcast_fsdp.varlen import VarlenKernel
 
-__all__ = ["Score", "Scored", "TokenForward"]
-
-#: Maximum number of logits (positions times words) for which two models are compared at a time, if logits are not kept.
-_COMPARED_ELEMENTS = 1 << 22
+__all__ = ["ForwardInputs", "Score", "Scored", "TokenForward"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Scored:
         logits: float32 ``[M, V]``, divided by the temperature; None if ``head`` is set.
         states: input of the vocabulary head, ``[M, H]``; None if ``logits`` is set.
         head: vocabulary head to compute logits with; None if ``logits`` is set.
+        chunk_size: positions whose logits ``head`` computes at a time.
     """
 
     tokens: Tensor
@@ -62,93 +62,124 @@ class Scored:
     logits: Tensor | None
     states: Tensor | None = None
     head: VocabularyHead | None = None
+    chunk_size: int = CHUNK_SIZE
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """A micro-batch, and its rows as one sequence if the model takes them so."""
+
+    micro: MicroBatch
+    pack: Pack | None = None
 
 
 #: Function that runs a language model's forward at a temperature, such as :meth:`TokenForward.score`.
-Score: TypeAlias = "Callable[[MicroBatch, float], Scored]"
+Score: TypeAlias = "Callable[[ForwardInputs, float], Scored]"
 
 
 class TokenForward:
     """Forward of one module from micro-batches to per-token quantities, configured by the engine's keys.
 
+    Args:
+        module: the model.
+        config: keys of the engine.
+        sharding: sharding of the model; None on a single rank.
+        kernel: kernel of attention within packs; None for SDPA.
+
     Raises:
         ConfigError: the module does not support a key's value.
     """
 
-    def __init__(self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None) -> None:
+    def __init__(
+        self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None, kernel: VarlenKernel | None = None
+    ) -> None:
         self.module = module
+        self._kernel = kernel
         self.packs = config.use_remove_padding
         self.is_value_model = isinstance(module, ValueModel)
         self._group = None if sharding is None else sharding.sequence_group
         self._share_prompts = config.share_prompts and sharding is None
         fused = config.use_fused_kernels and not self.is_value_model
         self._head = VocabularyHead(module) if fused else None
+        self._chunk_size = config.log_probs_chunk_size
 
     def layout(self) -> tuple[bool, bool, int]:
         """Return the properties that two forwards must share to be compared position by position."""
         parts = 1 if self._group is None else torch.distributed.get_world_size(self._group)
         return self.packs, self._head is not None, parts
 
+    def prepare(self, micro: MicroBatch) -> ForwardInputs:
+        """Return the inputs of a pass in host memory, where packing waits for nothing."""
+        return ForwardInputs(micro, pack_rows(micro, self._group) if self.packs else None)
+
     def quantities(
-        self, micro: MicroBatch, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
+        self, inputs: ForwardInputs, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
     ) -> dict[str, Tensor]:
         """Return ``values``, or ``log_probs`` and the other requested quantities: float32 ``[b, t]``, zero outside the
         mask.
 
         Args:
-            micro: the micro-batch.
+            inputs: result of :meth:`prepare`, on the model's device.
             settings: settings of the pass.
             reference: forward of the model that ``vocabulary_kl`` is measured against; its layout equals this one's.
             penalty: KL penalty that measures ``vocabulary_kl``.
         """
+        micro = inputs.micro
         if self.is_value_model:
-            return {"values": self._values(micro)}
-        scored = self.score(micro, settings.temperature)
+            return {"values": self._values(inputs)}
+        scored = self.score(inputs, settings.temperature)
         given = _statistics(scored, settings)
         if reference is not None and penalty is not None:
-            other = reference(micro, settings.temperature)
+            other = reference(inputs, settings.temperature)
             given["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
         return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
 
-    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+    def score(self, inputs: ForwardInputs, temperature: float) -> Scored:
         """Run one forward of a language model."""
-        if self.packs:
-            return self._score_pack(micro, temperature)
+        if inputs.pack is not None:
+            return self._score_pack(inputs.pack, temperature)
+        micro = inputs.micro
         length = micro.responses.size(1)
         if self._head is None:
             logits = response_logits(self.module, micro.model_inputs, length, temperature, self._share_prompts)
             return Scored(micro.responses.flatten(), None, logits.flatten(0, 1))
         with self._head.held_back():
             states = self._head.states(response_states(self.module, micro.model_inputs, length))
-        chosen = (micro.response_mask > 0).flatten()
-        kept = states[:, -length:].flatten(0, 1)[chosen]
-        return Scored(micro.responses.flatten()[chosen], chosen.nonzero().flatten(), None, kept, self._head)
+        kept = states[:, -length:].flatten(0, 1)[micro.trained]
+        return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head, self._chunk_size)
 
-    def _score_pack(self, micro: MicroBatch, temperature: float) -> Scored:
-        pack = pack_rows(micro, self._group)
+    def _score_pack(self, pack: Pack, temperature: float) -> Scored:
         inputs: dict[str, Any] = {
             "input_ids": pack.input_ids,
             "position_ids": pack.position_ids,
             "attention_mask": None,
-            "packed_rows": pack.rows,
+            "packed_rows": self._rows(pack),
             "use_cache": False,
         }
         if self._head is not None:
             with self._head.held_back():
                 states = self._head.states(self.module(**inputs).logits)
-            return Scored(pack.tokens, pack.targets, None, states[0, pack.places], self._head)
+            kept_states = states[0, pack.places]
+            return Scored(pack.tokens, pack.targets, None, kept_states, self._head, self._chunk_size)
         kept = keep_logits(self.module, pack.places)
         logits: Tensor = self.module(**inputs, **kept).logits[0]
         logits = (logits if kept else logits[pack.places]).float()
         return Scored(pack.tokens, pack.targets, logits if temperature == 1.0 else logits / temperature)
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        if not self.packs:
+    def _rows(self, pack: Pack) -> PackedRows:
+        # Not in prepare: a reference computes on the same pack, with a kernel of its own.
+        return replace(pack.rows, kernel=self._kernel)
+
+    def _values(self, inputs: ForwardInputs) -> Tensor:
+        micro, pack = inputs.micro, inputs.pack
+        if pack is None:
             values = response_values(self.module, micro.model_inputs, micro.responses.size(1))
             return values.where(micro.response_mask > 0, 0.0)
-        pack = pack_rows(micro, self._group)
         whole: Tensor = self.module(
-            input_ids=pack.input_ids, attention_mask=None, position_ids=pack.position_ids, packed_rows=pack.rows
+            input_ids=pack.input_ids,
+            attention_mask=None,
+            position_ids=pack.position_ids,
+            packed_rows=self._rows(pack),
         )
         return self._place(whole[0, pack.places, 0].float(), pack.targets, micro)
 
@@ -172,6 +203,7 @@ def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
             settings.temperature,
             settings.calculate_entropy,
             settings.calculate_sum_pi_squared,
+            scored.chunk_size,
         )
         given = {"log_probs": stats.log_probs}
         if settings.calculate_entropy:
@@ -202,7 +234,7 @@ def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenal
         )
         return _penalty(penalty, *both)
 
-    size = max(1, _COMPARED_ELEMENTS // len(head.weight))
+    size = scored.chunk_size
     parts: list[Tensor] = [
         checkpoint(compare, ours, theirs, use_reentrant=False, preserve_rng_state=False)
         for ours, theirs in zip(torch.split(states, size), torch.split(others, size), strict=True)

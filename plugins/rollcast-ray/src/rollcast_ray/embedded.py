@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import psutil  # type: ignore[import-untyped]
 import ray
 
+from rollcast.contracts.command import exit_code
 from rollcast.errors import ResourceError
 from rollcast_ray.machine import check_temp_dir, default_object_store
 from rollcast_ray.ray_internals import (
@@ -54,7 +55,7 @@ _auth_logger = logging.getLogger(AUTHENTICATION_LOGGER)
 _VITAL = ("gcs_server", "raylet")
 _LOOK_S = 0.25
 _END_GRACE_S = 1.0
-#: Exit code of a process whose Ray broke, the same as for a failed command.
+#: Exit code of a program without a rollcast command whose Ray broke, the same as for a failed command.
 _EXIT_BROKEN = 2
 
 
@@ -198,7 +199,8 @@ class EmbeddedRay:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(_EXIT_BROKEN)
+            code = exit_code()
+            os._exit(_EXIT_BROKEN if code is None else code)
 
 
 def _find(pid: int) -> list[psutil.Process]:

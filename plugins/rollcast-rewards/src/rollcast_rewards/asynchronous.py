@@ -8,13 +8,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import RewardError
 from rollcast_rewards.policy import Outcome, Outcomes, check_value, failure_of, timed_out
 
-__all__ = ["MAX_CONCURRENT", "AsyncScorer", "score_once"]
+__all__ = ["MAX_CONCURRENT", "AsyncScorer", "BatchLoop", "LateBatch", "score_once"]
 
 MAX_CONCURRENT = 32
 """Default number of samples in flight."""
@@ -239,3 +241,104 @@ class AsyncScorer:
             return None
         first = min(list(flight.started.values()), default=time.monotonic())
         return max(first + self._limit + _GRACE_S - time.monotonic(), _POLL_S)
+
+
+class LateBatch(Exception):
+    """A batch took longer than its time limit."""
+
+
+class BatchLoop:
+    """An event loop in a daemon thread that awaits what ``score_batch`` returned; several threads may use it at once.
+
+    The loop is kept between batches, because clients are bound to the loop that created them.
+
+    Args:
+        max_concurrent: batches in flight at a time.
+    """
+
+    def __init__(self, max_concurrent: int) -> None:
+        self._max_concurrent = max_concurrent
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(max_concurrent)
+
+    def gather(self, values: Sequence[Any], limit: float | None) -> list[Any]:
+        """Return the values, with awaitables replaced by their results; exceptions of the reward pass through.
+
+        Args:
+            limit: time limit in seconds, without the time that the batch waits for others.
+
+        Raises:
+            LateBatch: the results took longer.
+        """
+        loop, slots = self._current()
+        future = asyncio.run_coroutine_threadsafe(_await_all(values, slots, limit), loop)
+        while not wait_for([future], None if limit is None else limit + _GRACE_S).done:
+            # The loop itself ends late batches; it cannot if code that does not await blocks it.
+            if not _answers(loop):
+                future.cancel()
+                self._abandon(loop)
+                raise LateBatch
+        return future.result()
+
+    def close(self) -> None:
+        """End the loop; may be called again."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(_stop, loop)
+
+    def _current(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._slots = asyncio.Semaphore(self._max_concurrent)
+                # A daemon thread, so that a reward that never returns cannot keep the run from ending.
+                threading.Thread(target=_run, args=(self._loop,), name="rollcast-reward-batches", daemon=True).start()
+            return self._loop, self._slots
+
+    def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Use another loop from now on; the blocked one ends as soon as its code returns."""
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+                loop.call_soon_threadsafe(_stop, loop)
+
+
+async def _await_all(values: Sequence[Any], slots: asyncio.Semaphore, limit: float | None) -> list[Any]:
+    found = list(values)
+    places = [place for place, value in enumerate(values) if isinstance(value, Awaitable)]
+    async with slots:
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                results = await asyncio.gather(*(values[place] for place in places))
+        except TimeoutError:
+            if deadline.expired():
+                raise LateBatch from None
+            raise
+    for place, result in zip(places, results, strict=True):
+        found[place] = result
+    return found
+
+
+def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    """Return True if the loop runs a callback within the grace time."""
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(_GRACE_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel the loop's tasks and stop it once they have ended."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: loop.stop())

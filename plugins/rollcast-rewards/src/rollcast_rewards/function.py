@@ -1,4 +1,4 @@
-"""The reward ``function``: a user's Python function, named by file.
+"""The reward ``function``: a user's Python function, named by file or module.
 
 Example, in ``my_rewards.py``::
 
@@ -6,40 +6,41 @@ Example, in ``my_rewards.py``::
         return 1.0 if len(sample.response) < limit else 0.0
 
 and in the config ``reward=function reward.reward_kwargs.path=my_rewards.py:short``. A function
-with verl's signature ``(data_source, solution_str, ground_truth, extra_info=None)`` works too, and either may be
-``async def``. An asynchronous function with a parameter ``judge`` gets the run's judge there.
+with verl's signature ``(data_source, solution_str, ground_truth, extra_info=None)`` works too, and one with that of
+verl's batches, ``(data_sources, solution_strs, ground_truths, extra_infos)``. All may be ``async def``. An asynchronous
+function of one sample with a parameter ``judge`` gets the run's judge there.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, RewardValue
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.policy import as_number
+from rollcast_rewards.shared_call import SharedCall
+from rollcast_rewards.user_code import UserFunction, find_function
 
 __all__ = ["FunctionReward", "result_from_mapping"]
 
 _KEY = "reward.reward_kwargs.path"
 _COLUMNS = ("data_source", "solution_str", "ground_truth")
+_BATCH_COLUMNS = ("data_sources", "solution_strs", "ground_truths")
+#: Name of verl's functions where the config gives none.
+_DEFAULT_NAME = "compute_score"
 
 
 class FunctionReward(BaseReward):
-    """A reward that calls a function from a Python file.
+    """A reward that calls a function from a Python file or module.
 
     It is pickled as path and options, and the file is imported again in the other process, where it
     has to exist under the same path.
 
     Args:
-        path: ``file.py:function``, relative to the working directory or absolute.
+        path: ``file.py:function``, relative to the working directory or absolute, or ``module:function``. Without a
+            colon the option ``name`` is the function's name, by default ``compute_score``.
         **kwargs: further keyword arguments of the function.
 
     Raises:
@@ -51,20 +52,30 @@ class FunctionReward(BaseReward):
     sequential = True
 
     def __init__(self, path: str, **kwargs: Any) -> None:
-        file, name = _split(path)
-        self.name = f"{file.name}:{name}"
-        self._path = f"{file}:{name}"
+        path = str(path)
+        if ":" not in path:
+            path = f"{path}:{kwargs.pop('name', _DEFAULT_NAME)}"
+        found = find_function(path, _KEY)
+        self.name = found.label
+        self._found = found
         self._kwargs = kwargs
-        self._function = _find_function(_import_file(file), file, name)
-        self._takes_judge = _takes_judge(self._function, kwargs, self._path)
-        self._call = _adapt(self._function, {**kwargs, **({"judge": None} if self._takes_judge else {})}, self._path)
+        self._is_async = is_async_callable(found.call)
+        self._takes_judge = _takes_judge(found, kwargs)
+        self._by_batch = _takes_batches(found)
+        given = {**kwargs, **({"judge": None} if self._takes_judge else {})}
+        self._call_batch = _adapt_batch(found, given) if self._by_batch else None
+        self._call = _adapt(found, given) if not self._by_batch else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._path, self._kwargs)
+        return _rebuild, (self._found.path, self._kwargs)
+
+    @property
+    def scores_batches(self) -> bool:
+        return self._by_batch
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self._function)
+        return self._is_async
 
     @property
     def uses_judge(self) -> bool:
@@ -72,16 +83,42 @@ class FunctionReward(BaseReward):
 
     def bind_judge(self, judge: Judge) -> None:
         super().bind_judge(judge)
-        self._call = _adapt(self._function, {**self._kwargs, "judge": judge}, self._path)
+        self._call = _adapt(self._found, {**self._kwargs, "judge": judge})
 
     def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
         """Return the function's value for this sample; an awaitable if the function is ``async``.
 
         Raises:
-            RewardError: the function returned a mapping without a score. Its own exceptions pass through.
+            RewardError: the function returned a mapping without a score, or a batch of one without one score. Its own
+                exceptions pass through.
         """
+        if self._call is None:
+            return self.score_batch([sample])[0]
         value = self._call(sample)
         return _await_result(value) if inspect.isawaitable(value) else _as_result(value)
+
+    def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[RewardValue | Awaitable[RewardValue]]:
+        """Return the function's values; awaitables if it is ``async``.
+
+        Raises:
+            RewardError: the function of a batch returned another number of scores than it got samples.
+        """
+        if self._call_batch is None or not samples:
+            return [self.score(sample) for sample in samples]
+        values = self._call_batch(samples)
+        if inspect.isawaitable(values):
+            return SharedCall(self._checked_later(values, len(samples))).parts(len(samples))
+        return self._checked(values, len(samples))
+
+    async def _checked_later(self, values: Awaitable[Any], count: int) -> list[Any]:
+        return self._checked(await values, count)
+
+    def _checked(self, values: Any, count: int) -> list[Any]:
+        if not isinstance(values, Sequence) and not hasattr(values, "__len__"):
+            raise RewardError(f"{self.name} returned {type(values).__name__}, not a list of {count} scores")
+        if len(values) != count:
+            raise RewardError(f"{self.name} returned {len(values)} scores for {count} samples")
+        return [_as_result(value) for value in values]
 
 
 async def _await_result(value: Awaitable[Any]) -> RewardValue:
@@ -97,81 +134,55 @@ def _rebuild(path: str, kwargs: dict[str, Any]) -> FunctionReward:
     return FunctionReward(path, **kwargs)
 
 
-def _split(path: str) -> tuple[Path, str]:
-    text, separator, name = str(path).rpartition(":")
-    if not separator or not text or not name.isidentifier():
-        raise ConfigError(f"{_KEY} is {path!r}; it has to be 'file.py:function'")
-    file = Path(text).expanduser().absolute()
-    if not file.is_file():
-        folder = file.parent
-        names = sorted(each.name for each in folder.glob("*.py")) if folder.is_dir() else []
-        near = difflib.get_close_matches(file.name, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else f"; Python files there: {', '.join(names) or 'none'}"
-        raise ConfigError(f"{_KEY}: {file} does not exist{hint}")
-    return file, name
+def is_async_callable(function: Any) -> bool:
+    """Return True for an ``async def``, also below :func:`functools.partial`, and for objects that are called so."""
+    function = getattr(function, "func", function)
+    call = getattr(function, "__call__", None)  # noqa: B004 -- an object may have an async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _import_file(file: Path) -> ModuleType:
-    # A unique module name, so that a file json.py hides no module and two files of one name differ.
-    name = f"_rollcast_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{_KEY}: {file} is not a Python file (its name does not end with .py)")
-    module = importlib.util.module_from_spec(spec)
-    previous = sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        sys.modules.pop(name)
-        if previous is not None:
-            sys.modules[name] = previous
-        raise ConfigError(f"{_KEY}: {file} does not import: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _find_function(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
-    if not hasattr(module, name):
-        functions = sorted(
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
-        )
-        raise ConfigError(f"{_KEY}: {file} has no {name!r}; its functions: {', '.join(functions) or 'none'}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise ConfigError(f"{_KEY}: {name!r} in {file} is of type {type(function).__name__} and cannot be called")
-    checked: Callable[..., Any] = function
-    return checked
-
-
-def _takes_judge(function: Callable[..., Any], kwargs: Mapping[str, Any], path: str) -> bool:
+def _takes_judge(found: UserFunction, kwargs: Mapping[str, Any]) -> bool:
     """Return True if the function has a parameter for the run's judge that no option sets.
 
     Raises:
-        ConfigError: the function has such a parameter and is not ``async``.
+        ConfigError: the function has such a parameter and is not ``async``, or is called with batches.
     """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # reported by _adapt
-        return False
+    parameters = signature_of(found, _KEY).parameters
     if "judge" not in parameters or "judge" in kwargs:
         return False
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{_KEY}: {path} has a parameter judge, whose replies are awaited; make it an async def")
+    if not is_async_callable(found.call) or _takes_batches(found):
+        raise ConfigError(
+            f"{_KEY}: {found.path} has a parameter judge, whose replies are awaited; make it an async def of one sample"
+        )
     return True
 
 
-def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> Callable[[RewardSample], Any]:
+def _takes_batches(found: UserFunction) -> bool:
+    parameters = signature_of(found, _KEY).parameters
+    return all(column in parameters for column in _BATCH_COLUMNS)
+
+
+def signature_of(found: UserFunction, key: str) -> inspect.Signature:
+    """Return the signature of a user's function.
+
+    Raises:
+        ConfigError: Python cannot read it.
+    """
     try:
-        signature = inspect.signature(function)
+        return inspect.signature(found.call)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_KEY}: {path} has no signature that Python can read") from error
-    parameters = signature.parameters
-    by_column = all(column in parameters for column in _COLUMNS)
-    takes_extra = "extra_info" in parameters or any(
-        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
-    )
+        raise ConfigError(f"{key}: {found.path} has no signature that Python can read") from error
+
+
+def takes_any_keyword(signature: inspect.Signature) -> bool:
+    """Return True if the signature has ``**kwargs``."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def _adapt(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[RewardSample], Any]:
+    function, signature = found.call, signature_of(found, _KEY)
+    by_column = all(column in signature.parameters for column in _COLUMNS)
+    takes_extra = "extra_info" in signature.parameters or takes_any_keyword(signature)
 
     def call_by_column(sample: RewardSample) -> Any:
         extra = {"extra_info": dict(sample.extra_info)} if takes_extra else {}
@@ -186,19 +197,53 @@ def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> C
     def call_with_sample(sample: RewardSample) -> Any:
         return function(sample, **kwargs)
 
+    if by_column:
+        names = (*_COLUMNS, "extra_info") if takes_extra else _COLUMNS
+        _bind(found, signature, kwargs, **dict.fromkeys(names))
+        return call_by_column
+    _bind(found, signature, kwargs, None)
+    return call_with_sample
+
+
+def _adapt_batch(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[Sequence[RewardSample]], Any]:
+    function, signature = found.call, signature_of(found, _KEY)
+    takes_extra = "extra_infos" in signature.parameters or takes_any_keyword(signature)
+
+    def call(samples: Sequence[RewardSample]) -> Any:
+        extra = {"extra_infos": [dict(sample.extra_info) for sample in samples]} if takes_extra else {}
+        return function(
+            data_sources=[sample.data_source for sample in samples],
+            solution_strs=[sample.response for sample in samples],
+            ground_truths=[sample.ground_truth for sample in samples],
+            **extra,
+            **kwargs,
+        )
+
+    names = (*_BATCH_COLUMNS, "extra_infos") if takes_extra else _BATCH_COLUMNS
+    _bind(found, signature, kwargs, **dict.fromkeys(names))
+    return call
+
+
+def _bind(found: UserFunction, signature: inspect.Signature, kwargs: dict[str, Any], *args: Any, **names: Any) -> None:
+    """Check that the function can be called with these arguments and options.
+
+    Raises:
+        ConfigError: it cannot; the message says what it may take.
+    """
+    if "completions" in signature.parameters and not names:
+        raise ConfigError(
+            f"{_KEY}: {found.path}{signature} takes completions, as TRL's functions do; "
+            f"use reward=trl 'reward.reward_kwargs.reward_funcs=[{found.path}]'"
+        )
     try:
-        if by_column:
-            names = (*_COLUMNS, "extra_info") if takes_extra else _COLUMNS
-            signature.bind(**dict.fromkeys(names), **kwargs)
-        else:
-            signature.bind(None, **kwargs)
+        signature.bind(*args, **names, **kwargs)
     except TypeError as error:
         given = f" with the options {', '.join(kwargs)}" if kwargs else ""
         raise ConfigError(
-            f"{_KEY}: {path}{signature} cannot be called{given}: {error}. It has to take one RewardSample, or "
-            "(data_source, solution_str, ground_truth, extra_info=None), and the other keys of reward_kwargs"
+            f"{_KEY}: {found.path}{signature} cannot be called{given}: {error}. It has to take one RewardSample, or "
+            "(data_source, solution_str, ground_truth, extra_info=None), or "
+            "(data_sources, solution_strs, ground_truths, extra_infos), and the other keys of reward_kwargs"
         ) from error
-    return call_by_column if by_column else call_with_sample
 
 
 def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:

@@ -9,7 +9,7 @@ from typing import Any
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.alarm import Alarm, TimeUp
-from rollcast_rewards.asynchronous import MAX_CONCURRENT, AsyncScorer
+from rollcast_rewards.asynchronous import MAX_CONCURRENT, AsyncScorer, BatchLoop, LateBatch
 from rollcast_rewards.policy import Outcome, Outcomes, PolicyRewardManager, check_value, failure_of, timed_out
 
 __all__ = ["BatchRewardManager", "NaiveRewardManager"]
@@ -20,7 +20,7 @@ class _InProcessManager(PolicyRewardManager):
 
     Args:
         reward, settings: see :class:`BaseRewardManager`.
-        max_concurrent: samples of an asynchronous reward in flight at a time.
+        max_concurrent: samples of an asynchronous reward in flight at a time; batches, if it scores whole batches.
 
     Raises:
         ConfigError: ``max_concurrent`` is not positive.
@@ -32,7 +32,13 @@ class _InProcessManager(PolicyRewardManager):
         super().__init__(reward, settings)
         if max_concurrent < 1:
             raise ConfigError(f"reward.reward_manager_kwargs.max_concurrent is {max_concurrent}; it must be at least 1")
-        self._scorer = AsyncScorer(reward, self.settings, max_concurrent) if reward.is_async else None
+        self._scorer: AsyncScorer | None = None
+        #: Awaits what ``score_batch`` returns; None if it returns values.
+        self._batch_loop: BatchLoop | None = None
+        if reward.is_async and reward.scores_batches:
+            self._batch_loop = BatchLoop(max_concurrent)
+        elif reward.is_async:
+            self._scorer = AsyncScorer(reward, self.settings, max_concurrent)
 
     def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         if self._scorer is not None:
@@ -42,15 +48,52 @@ class _InProcessManager(PolicyRewardManager):
 
     @abstractmethod
     def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
-        """Pass the outcome of every sample to ``outcomes``, for a synchronous reward."""
+        """Pass the outcome of every sample to ``outcomes``, for a reward that is synchronous or scores batches."""
 
     @property
     def is_concurrent(self) -> bool:
-        return self._scorer is not None
+        return self._scorer is not None or self._batch_loop is not None
+
+    def score_in_batches(self, samples: Sequence[RewardSample], outcomes: Outcomes, alarm: Alarm, size: int) -> None:
+        """Score by the reward's ``score_batch``, ``size`` samples per call; find the bad samples of a call that raises.
+
+        Raises:
+            RewardError: a call returned the wrong number of scores, or the policy stops the batch.
+        """
+        limit = self.settings.timeout_s
+        waiting = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)][::-1]
+        while waiting:
+            indices = waiting.pop()
+            part = [samples[index] for index in indices]
+            found: list[Outcome]
+            try:
+                values: list[Any] = list(alarm.call(self.reward.score_batch, part))
+                if self._batch_loop is not None:
+                    values = self._batch_loop.gather(values, limit)
+            except (TimeUp, LateBatch):
+                alarm.disarm()
+                failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
+                found = [failure] * len(part)
+            except Exception as error:  # noqa: BLE001 -- the bad sample is searched for below
+                if len(part) > 1:
+                    middle = len(indices) // 2
+                    waiting += [indices[middle:], indices[:middle]]
+                    continue
+                found = [failure_of(error)]
+            else:
+                if len(values) != len(part):
+                    raise RewardError(
+                        f"reward {self.name}: {len(part)} samples were given, {len(values)} scores came back"
+                    )
+                found = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
+            for index, outcome in zip(indices, found, strict=True):
+                outcomes.add(index, outcome)
 
     def close(self) -> None:
         if self._scorer is not None:
             self._scorer.close()
+        if self._batch_loop is not None:
+            self._batch_loop.close()
 
 
 class NaiveRewardManager(_InProcessManager):
@@ -63,8 +106,8 @@ class NaiveRewardManager(_InProcessManager):
 
     def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         with Alarm(self.settings.timeout_s) as alarm:
-            if type(self.reward).score_batch is not BaseReward.score_batch:
-                score_in_batches(self.reward, samples, outcomes, alarm, self.settings.timeout_s, len(samples))
+            if self.reward.scores_batches:
+                self.score_in_batches(samples, outcomes, alarm, len(samples))
                 return
             for index, sample in enumerate(samples):
                 try:
@@ -86,7 +129,8 @@ class BatchRewardManager(_InProcessManager):
     Args:
         reward, settings: see :class:`BaseRewardManager`.
         batch_size: samples per call; None for all at once.
-        max_concurrent: samples in flight for a reward whose ``score`` is asynchronous; it gets them one by one.
+        max_concurrent: samples in flight for a reward whose ``score`` is asynchronous; it gets them one by one. Calls
+            in flight for a reward that scores batches and is asynchronous.
 
     Raises:
         ConfigError: ``batch_size`` or ``max_concurrent`` is not positive.
@@ -105,45 +149,5 @@ class BatchRewardManager(_InProcessManager):
         self._batch_size = batch_size
 
     def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
-        limit = self.settings.timeout_s
-        with Alarm(limit) as alarm:
-            score_in_batches(self.reward, samples, outcomes, alarm, limit, self._batch_size or len(samples))
-
-
-def score_in_batches(
-    reward: BaseReward,
-    samples: Sequence[RewardSample],
-    outcomes: Outcomes,
-    alarm: Alarm,
-    limit: float | None,
-    size: int,
-) -> None:
-    """Score by ``reward.score_batch``, ``size`` samples per call; find the bad samples of a call that raises.
-
-    Raises:
-        RewardError: a call returned the wrong number of scores, or the policy stops the batch.
-    """
-    name = type(reward).__name__ if not reward.name else reward.name
-    waiting = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)][::-1]
-    while waiting:
-        indices = waiting.pop()
-        part = [samples[index] for index in indices]
-        found: list[Outcome]
-        try:
-            values: list[Any] = list(alarm.call(reward.score_batch, part))
-        except TimeUp:
-            alarm.disarm()
-            failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
-            found = [failure] * len(part)
-        except Exception as error:  # noqa: BLE001 -- the bad sample is searched for below
-            if len(part) > 1:
-                middle = len(indices) // 2
-                waiting += [indices[middle:], indices[:middle]]
-                continue
-            found = [failure_of(error)]
-        else:
-            if len(values) != len(part):
-                raise RewardError(f"reward {name}: {len(part)} samples were given, {len(values)} scores came back")
-            found = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
-        for index, outcome in zip(indices, found, strict=True):
-            outcomes.add(index, outcome)
+        with Alarm(self.settings.timeout_s) as alarm:
+            self.score_in_batches(samples, outcomes, alarm, self._batch_size or len(samples))

@@ -6,7 +6,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,7 @@ def check_value(value: Any, sample: RewardSample) -> Outcome:
             extra={name: _check_number(name, item) for name, item in result.extra.items()},
             token_scores=_place_scores(result, sample),
             turn_scores=None,
+            columns={str(name): _plain(item) for name, item in result.columns.items()},
         )
     except _ValueProblem as problem:
         return Failure("value", str(problem))
@@ -229,6 +230,18 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON and pickle can hold: numbers as Python's, containers of such, anything else as text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    number = as_number(value)
+    return number if number is not None and math.isfinite(number) else str(value)
 
 
 def _excerpt(text: str) -> str:

@@ -235,7 +235,8 @@ class PrimeRewardManager(PolicyRewardManager):
 def _read_outcome(message: tuple[Any, ...]) -> Outcome:
     if message[0] == "failure":
         return Failure(message[1], message[2])
-    return RewardResult(message[1], message[2], message[3], token_scores=message[4])
+    result: RewardResult = message[1]
+    return result
 
 
 def _end_all(processes: list[_Process]) -> None:

@@ -68,7 +68,7 @@ def _prepare(setup: dict[str, Any]) -> Any:
             outcome = failure_of(error)
         if hasattr(outcome, "kind"):
             return "failure", outcome.kind, outcome.what + _where(outcome.cause)
-        return "result", outcome.score, outcome.correct, dict(outcome.extra), outcome.token_scores
+        return "result", outcome
 
     return score
 

@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Any
 
 from rollcast.contracts.config import Positive, config
+from rollcast.contracts.storage import NodePath
 
 __all__ = ["JudgeConfig", "JudgeModelConfig"]
 
@@ -14,8 +15,8 @@ __all__ = ["JudgeConfig", "JudgeModelConfig"]
 class JudgeModelConfig:
     """The judge's model."""
 
-    path: str | None = None
-    """Hugging Face folder of the judge's model and tokenizer."""
+    path: NodePath | None = None
+    """Hugging Face folder of the judge's model and tokenizer, or its URL."""
     trust_remote_code: bool = False
     """Run Python code that comes with the folder."""
 

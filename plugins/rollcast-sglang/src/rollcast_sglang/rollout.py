@@ -23,11 +23,11 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
-from rollcast.errors import CapabilityError, CheckpointError, RolloutError
+from rollcast.errors import CapabilityError, RolloutError
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
 from rollcast_serving.engines.http_client import RefusedError
-from rollcast_serving.engines.job import derive_seed, request_failure
+from rollcast_serving.engines.job import SequenceSeeds, request_failure
 from rollcast_serving.engines.server_process import ServerProcess
 from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, read_model_config
@@ -101,7 +101,7 @@ class SglangRollout(BaseRollout):
         )
         self._is_closed = False
         self._rows = 0  # total so far; source of SGLang's ids
-        self._unseeded = 0  # sequences so far whose request had no seed
+        self._seeds = SequenceSeeds("SGLang", setup.seed)
         self._adapters = 0
         self._adapter: Adapter | None = None
         self._jobs: dict[Job, None] = {}
@@ -131,7 +131,7 @@ class SglangRollout(BaseRollout):
         loop = asyncio.get_running_loop()
         job = Job(request, loop.create_future(), prompt)
         for number in range(request.sampling.n):
-            job.rows.append(Row(job, self._new_id(), self._choose_seed(request, number)))
+            job.rows.append(Row(job, self._new_id(), self._seeds.choose(request, number)))
         self._jobs[job] = None
         self._queue.append(job)
         loop.call_soon(self._flush)
@@ -243,21 +243,10 @@ class SglangRollout(BaseRollout):
                 await self._go_on()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``sequences``: the number of sequences without a request seed, from which the next ones' seeds are
-        derived.
-        """
-        return {"sequences": self._unseeded}
+        return self._seeds.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state.
-
-        Raises:
-            CheckpointError: the state is not one of :meth:`state_dict`.
-        """
-        try:
-            self._unseeded = int(state["sequences"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is not a state of the SGLang rollout: {error!r}") from error
+        self._seeds.load_state_dict(state)
 
     def close(self) -> None:
         """Kill the server; requests in flight get a RolloutError."""
@@ -268,12 +257,6 @@ class SglangRollout(BaseRollout):
     def _new_id(self) -> str:
         self._rows += 1
         return f"{self._rows:016x}"
-
-    def _choose_seed(self, request: RolloutRequest, number: int) -> int:
-        if request.seed is not None:
-            return derive_seed(request.seed, number)
-        self._unseeded += 1
-        return derive_seed(self.setup.seed, self._unseeded)
 
     async def _wait_ready(self) -> None:
         if self._is_closed:

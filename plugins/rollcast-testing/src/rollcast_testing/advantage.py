@@ -20,6 +20,7 @@ from rollcast.contracts.algorithm import (
     advantages,
     needs_of,
 )
+from rollcast_testing.laws import require
 
 __all__ = ["AdvantageSuite"]
 
@@ -130,11 +131,11 @@ class AdvantageSuite:
     def test_gives_float32_of_the_masks_shape(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         out = estimator(inputs)
-        _require(isinstance(out, AdvantageOutputs), f"gives AdvantageOutputs, not {type(out).__name__}")
+        require(isinstance(out, AdvantageOutputs), f"gives AdvantageOutputs, not {type(out).__name__}")
         for name, tensor in _outputs(out).items():
-            _require(tensor.shape == inputs.response_mask.shape, f"{name} has the mask's shape, not {tensor.shape}")
-            _require(tensor.dtype == torch.float32, f"{name} are float32, not {tensor.dtype}")
-            _require(not tensor.requires_grad, f"{name} carry no gradient")
+            require(tensor.shape == inputs.response_mask.shape, f"{name} has the mask's shape, not {tensor.shape}")
+            require(tensor.dtype == torch.float32, f"{name} are float32, not {tensor.dtype}")
+            require(not tensor.requires_grad, f"{name} carry no gradient")
 
     def test_gives_finite_numbers(self, estimator: AdvantageEstimator) -> None:
         _require_finite(estimator(self.inputs(estimator)), "on ordinary inputs")
@@ -142,7 +143,7 @@ class AdvantageSuite:
     def test_is_zero_under_the_mask(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         for name, tensor in _outputs(estimator(inputs)).items():
-            _require(bool((tensor[inputs.response_mask == 0] == 0).all()), f"{name} are zero where the mask is zero")
+            require(bool((tensor[inputs.response_mask == 0] == 0).all()), f"{name} are zero where the mask is zero")
 
     def test_ignores_what_is_under_the_mask(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -171,11 +172,11 @@ class AdvantageSuite:
             other = _map_floats(inputs, dtype)
             out = estimator(other)
             for name, tensor in _outputs(out).items():
-                _require(tensor.dtype == torch.float32, f"{name} are float32 for {dtype}, not {tensor.dtype}")
+                require(tensor.dtype == torch.float32, f"{name} are float32 for {dtype}, not {tensor.dtype}")
             expected, wide = _outputs(out), _outputs(estimator(_map_floats(other, torch.float32)))
             for name in _OUTPUTS:
                 close = torch.allclose(expected[name], wide[name], rtol=0.05, atol=0.05)
-                _require(close, f"{name} for {dtype} are those of the same numbers in float32")
+                require(close, f"{name} for {dtype} are those of the same numbers in float32")
 
     def test_follows_a_permutation_of_rows(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -205,14 +206,14 @@ class AdvantageSuite:
     def test_is_deterministic(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         first, second = _outputs(estimator(inputs)), _outputs(estimator(inputs))
-        _require(all(torch.equal(first[name], second[name]) for name in _OUTPUTS), "the same inputs give the same bits")
+        require(all(torch.equal(first[name], second[name]) for name in _OUTPUTS), "the same inputs give the same bits")
 
     def test_leaves_its_inputs_alone(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         before = copy.deepcopy(inputs)
         estimator(inputs)
         for item in fields(AdvantageInputs):
-            _require(
+            require(
                 _same(getattr(before, item.name), getattr(inputs, item.name)), f"inputs.{item.name} is not modified"
             )
 
@@ -241,19 +242,19 @@ class AdvantageSuite:
             out = estimator(replace(inputs, response_mask=empty))
             _require_finite(out, f"with no token in {name}")
             for tensor in _outputs(out).values():
-                _require(bool((tensor[empty == 0] == 0).all()), f"with no token in {name}, zero where the mask is zero")
+                require(bool((tensor[empty == 0] == 0).all()), f"with no token in {name}, zero where the mask is zero")
 
     def test_takes_an_empty_batch(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         empty = _take_rows(inputs, torch.arange(0))
         for name, tensor in _outputs(estimator(empty)).items():
-            _require(tensor.shape == empty.response_mask.shape, f"{name} of no rows are {empty.response_mask.shape}")
+            require(tensor.shape == empty.response_mask.shape, f"{name} of no rows are {empty.response_mask.shape}")
 
     def test_says_honestly_which_columns_it_needs(self, estimator: AdvantageEstimator) -> None:
         for name in sorted(needs_of(estimator).columns):
             one, other, without = self._variants(estimator, name)
             law = f"declared with needs={{{name!r}}}, so {name} changes something"
-            _require(not self._close(estimator(one), estimator(other)), law)
+            require(not self._close(estimator(one), estimator(other)), law)
             with pytest.raises(ValueError, match=re.escape(name)):
                 estimator(without)
 
@@ -262,7 +263,7 @@ class AdvantageSuite:
             one, other, without = self._variants(estimator, name)
             _require_finite(estimator(without), f"without the optional column {name}")
             law = f"declared with optional={{{name!r}}}, so {name} changes something"
-            _require(not self._close(estimator(one), estimator(other)), law)
+            require(not self._close(estimator(one), estimator(other)), law)
 
     def test_reads_no_column_that_it_does_not_declare(self, estimator: AdvantageEstimator) -> None:
         needs = needs_of(estimator)
@@ -277,7 +278,7 @@ class AdvantageSuite:
         regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
         if needs_of(estimator).compares_samples:
             changed = not self._close(estimator(regrouped), estimator(inputs))
-            _require(changed, "declared with compares_samples, so another grouping changes something")
+            require(changed, "declared with compares_samples, so another grouping changes something")
         else:
             law = "declared without compares_samples, so group_ids change nothing"
             self._require_close(estimator(regrouped), estimator(inputs), law)
@@ -306,16 +307,10 @@ class AdvantageSuite:
             )
 
 
-def _require(condition: bool, law: str) -> None:
-    __tracebackhide__ = True
-    if not condition:
-        raise AssertionError(f"broken law: {law}")
-
-
 def _require_finite(out: AdvantageOutputs, when: str) -> None:
     __tracebackhide__ = True
     for name, tensor in _outputs(out).items():
-        _require(bool(tensor.isfinite().all()), f"{name} are finite {when}")
+        require(bool(tensor.isfinite().all()), f"{name} are finite {when}")
 
 
 def _outputs(out: AdvantageOutputs) -> dict[str, Tensor]:

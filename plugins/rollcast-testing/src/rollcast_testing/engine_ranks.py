@@ -24,7 +24,8 @@ from rollcast.contracts.engine import (
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
-from rollcast_testing.engine_tools import OPTIM, infer, require, require_equal, train, weights
+from rollcast_testing.engine_tools import OPTIM, infer, require_equal, train, weights
+from rollcast_testing.laws import require
 from rollcast_testing.ranks import shared_ranks
 from rollcast_testing.tiny import (
     distance_loss,

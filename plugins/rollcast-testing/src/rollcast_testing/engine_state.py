@@ -14,7 +14,8 @@ from rollcast.contracts.engine import BaseEngine, ModelConfig
 from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_testing import tiny
-from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require, require_equal, train, weights
+from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, train, weights
+from rollcast_testing.laws import require
 from rollcast_testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
 
 if TYPE_CHECKING:

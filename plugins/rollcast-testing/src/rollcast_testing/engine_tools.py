@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, OptimConfig, TrainOutput
 from rollcast.protocol import DataProto
+from rollcast_testing.laws import require
 from rollcast_testing.tiny import nll_loss
 
-__all__ = ["ALL_ROWS", "OPTIM", "infer", "require", "require_equal", "train", "weights"]
+__all__ = ["ALL_ROWS", "OPTIM", "infer", "require_equal", "train", "weights"]
 
 #: The large eps separates rounding from errors: some gradients (of the keys' biases) are almost zero, and with a small
 #: eps Adam would turn their rounding errors into full steps.
@@ -34,17 +35,6 @@ def train(engine: BaseEngine, data: DataProto, chosen: ForwardSettings, loss: Lo
 def weights(engine: BaseEngine) -> dict[str, Tensor]:
     """Return copies of all full parameters in host memory."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()}
-
-
-def require(condition: bool, law: str) -> None:
-    """Check a condition.
-
-    Raises:
-        AssertionError: the condition is False; names the broken law.
-    """
-    __tracebackhide__ = True
-    if not condition:
-        raise AssertionError(f"broken law: {law}")
 
 
 def require_equal(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:

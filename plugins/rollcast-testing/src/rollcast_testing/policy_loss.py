@@ -22,6 +22,7 @@ from rollcast.contracts.algorithm import (
     policy_losses,
     prepare_policy_loss,
 )
+from rollcast_testing.laws import require
 
 __all__ = ["PolicyLossSuite"]
 
@@ -98,19 +99,19 @@ class PolicyLossSuite:
         inputs = _prepared(policy_loss, self.inputs(policy_loss))
         out = policy_loss(inputs)
         shape = inputs.response_mask.shape
-        _require(isinstance(out, PolicyLossOutput), f"gives PolicyLossOutput, not {type(out).__name__}")
-        _require(out.losses.shape == shape, f"losses have the mask's shape, not {out.losses.shape}")
-        _require(out.losses.dtype == torch.float32, f"losses are float32, not {out.losses.dtype}")
-        _require(out.losses.requires_grad, "losses depend on the log-probs")
+        require(isinstance(out, PolicyLossOutput), f"gives PolicyLossOutput, not {type(out).__name__}")
+        require(out.losses.shape == shape, f"losses have the mask's shape, not {out.losses.shape}")
+        require(out.losses.dtype == torch.float32, f"losses are float32, not {out.losses.dtype}")
+        require(out.losses.requires_grad, "losses depend on the log-probs")
 
     def test_gives_metrics_per_token_without_gradient(self, policy_loss: PolicyLoss) -> None:
         inputs = _prepared(policy_loss, self.inputs(policy_loss))
         for name, metric in policy_loss(inputs).metrics.items():
             shape = inputs.response_mask.shape
-            _require(metric.shape == shape, f"metric {name} has the mask's shape, not {metric.shape}")
-            _require(not metric.requires_grad, f"metric {name} carries no gradient")
-            _require(metric.is_floating_point(), f"metric {name} can be averaged, but is {metric.dtype}")
-            _require(bool(metric[inputs.response_mask != 0].isfinite().all()), f"metric {name} is finite")
+            require(metric.shape == shape, f"metric {name} has the mask's shape, not {metric.shape}")
+            require(not metric.requires_grad, f"metric {name} carries no gradient")
+            require(metric.is_floating_point(), f"metric {name} can be averaged, but is {metric.dtype}")
+            require(bool(metric[inputs.response_mask != 0].isfinite().all()), f"metric {name} is finite")
 
     def test_ignores_what_is_under_the_mask(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
@@ -140,7 +141,7 @@ class PolicyLossSuite:
     def test_sends_no_gradient_under_the_mask(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
         gradient = _evaluate(policy_loss, inputs)["gradient"]
-        _require(bool((gradient[inputs.response_mask == 0] == 0).all()), "no gradient where the mask is zero")
+        require(bool((gradient[inputs.response_mask == 0] == 0).all()), "no gradient where the mask is zero")
 
     def test_ignores_right_padding(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
@@ -188,7 +189,7 @@ class PolicyLossSuite:
                 )
                 for name, tensor in _evaluate(policy_loss, extreme).items():
                     law = f"{name} are finite at the log-ratio {log_ratio}, advantage of sign {sign:+.0f}"
-                    _require(bool(tensor.isfinite().all()), law)
+                    require(bool(tensor.isfinite().all()), law)
 
     def test_takes_half_precision(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
@@ -198,7 +199,7 @@ class PolicyLossSuite:
             actual, expected = _evaluate(policy_loss, half), _evaluate(policy_loss, wide)
             for name in ("losses", "gradient"):
                 close = torch.allclose(actual[name].float(), expected[name], rtol=0.02, atol=0.02)
-                _require(close, f"{name} for {dtype} are those of the same numbers in float32")
+                require(close, f"{name} for {dtype} are those of the same numbers in float32")
 
     def test_takes_rows_without_tokens(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
@@ -206,13 +207,13 @@ class PolicyLossSuite:
         mask[1] = 0
         for where, empty in (("one row", mask), ("any row", torch.zeros_like(mask))):
             for name, tensor in _evaluate(policy_loss, replace(inputs, response_mask=empty)).items():
-                _require(bool(tensor.isfinite().all()), f"{name} are finite with no token in {where}")
-                _require(bool((tensor[empty == 0] == 0).all()), f"{name} are zero there, with no token in {where}")
+                require(bool(tensor.isfinite().all()), f"{name} are finite with no token in {where}")
+                require(bool((tensor[empty == 0] == 0).all()), f"{name} are zero there, with no token in {where}")
 
     def test_is_deterministic(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
         first, second = _evaluate(policy_loss, inputs), _evaluate(policy_loss, inputs)
-        _require(all(torch.equal(first[name], second[name]) for name in first), "the same inputs give the same bits")
+        require(all(torch.equal(first[name], second[name]) for name in first), "the same inputs give the same bits")
 
     def test_leaves_its_inputs_alone(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
@@ -220,11 +221,11 @@ class PolicyLossSuite:
         policy_loss(_prepared(policy_loss, inputs))
         for item in fields(PolicyLossInputs):
             old, new = getattr(before, item.name), getattr(inputs, item.name)
-            _require(_same(old, new), f"inputs.{item.name} is not modified")
+            require(_same(old, new), f"inputs.{item.name} is not modified")
 
     def _require_close(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], law: str) -> None:
         __tracebackhide__ = True
-        _require(actual.keys() == expected.keys(), f"{law}; the metrics are {sorted(actual)}, not {sorted(expected)}")
+        require(actual.keys() == expected.keys(), f"{law}; the metrics are {sorted(actual)}, not {sorted(expected)}")
         for name in expected:
             torch.testing.assert_close(
                 actual[name],
@@ -233,12 +234,6 @@ class PolicyLossSuite:
                 atol=self.atol,
                 msg=lambda text, name=name: f"broken law: {law}; {name} differ.\n{text}",  # type: ignore[misc]
             )
-
-
-def _require(condition: bool, law: str) -> None:
-    __tracebackhide__ = True
-    if not condition:
-        raise AssertionError(f"broken law: {law}")
 
 
 def _pad_right(tensor: Tensor) -> Tensor:

@@ -98,6 +98,8 @@ class LoopTrainer(StagedTrainer):
         self.saver.settle(wait=True)
         if self.task.trainer.export:
             self.export()
+        if self.task.remote is not None:
+            self.task.remote.close(self.task.run_dir / "export" if self.task.trainer.export else None)
 
     def _is_complete(self) -> bool:
         return self.step >= self.total_steps or bool(self.goal.reason) or self.should_stop()
@@ -179,6 +181,8 @@ def build_loop_trainer(composed: Composed) -> LoopTrainer:
 def build_from_config(config: DictConfig) -> LoopTrainer:
     """Return the trainer of a resolved config, such as a run's ``config.yaml``, built but not started.
 
+    Remote models are copied to this node.
+
     Raises:
         ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
     """
@@ -189,4 +193,6 @@ def build_from_config(config: DictConfig) -> LoopTrainer:
             f"trainer.name={name} is not a trainer of rollcast-trainer, so its stages are unknown before it "
             "runs; choose one that is, such as ppo"
         )
-    return trainer_class(TaskRunner(config, trainer_class.schema))
+    task = TaskRunner(config, trainer_class.schema)
+    task.copies.make()
+    return trainer_class(task)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
 from rollcast.contracts.engine import ModelConfig, OptimConfig
+from rollcast.contracts.storage import NodePath
 from rollcast.errors import ConfigError
 
 __all__ = [
@@ -128,8 +129,8 @@ class RefConfig:
 class RewardModelPathConfig:
     """The reward model's folder."""
 
-    path: str | None = None
-    """Hugging Face folder with a head `score` of one output, and the policy's tokenizer."""
+    path: NodePath | None = None
+    """Hugging Face folder, or its URL, with a head `score` of one output, and the policy's tokenizer."""
 
 
 @config
@@ -155,9 +156,9 @@ class RewardModelConfig:
 class CriticModelConfig:
     """The critic's initial model."""
 
-    path: str | None = None
-    """Hugging Face folder; null for `model.path`. The value head starts at zero, unless the folder is an exported
-    critic.
+    path: NodePath | None = None
+    """Hugging Face folder, or its URL; null for `model.path`. The value head starts at zero, unless the folder is an
+    exported critic.
     """
 
 
@@ -250,6 +251,11 @@ class TrainerConfig:
     """Recipe to train first, in `run_dir/warm_start`; this run starts from the model that it exports."""
     export: bool = False
     """Write the final model to `run_dir/export` as a Hugging Face folder."""
+    default_hdfs_dir: str | None = None
+    """URL of a copy of the run's checkpoints and exported model, on any file system that fsspec supports, such as
+    `s3://bucket/run`, `hdfs://host/run` or `gs://bucket/run`. A run directory without checkpoints fetches the newest
+    from there. Null for no copy.
+    """
     balance_batch: bool = True
     """Assign rows to data-parallel ranks so that all ranks have about as many tokens; the rows of each mini-batch
     stay the same. No effect on one rank.

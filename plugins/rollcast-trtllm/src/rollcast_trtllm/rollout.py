@@ -33,11 +33,11 @@ from rollcast.contracts.rollout import (
     SamplingParams,
 )
 from rollcast.contracts.weights import WeightReport
-from rollcast.errors import CapabilityError, CheckpointError, RolloutError
+from rollcast.errors import CapabilityError, RolloutError
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import limit_positions, starts_without_weights
 from rollcast_serving.engines.http_client import EngineClient
-from rollcast_serving.engines.job import BaseJob, derive_seed
+from rollcast_serving.engines.job import BaseJob, SequenceSeeds
 from rollcast_serving.engines.server_process import ServerProcess
 from rollcast_serving.engines.steps import StepUpdater
 from rollcast_serving.engines.weight_state import WeightState
@@ -115,7 +115,7 @@ class TrtllmRollout(BaseRollout):
             f"{setup.model_path} has no weights, and no update has arrived yet" if starts_without_weights(setup) else ""
         )
         self._version = 0
-        self._unseeded = 0  # sequences so far whose request had no seed
+        self._seeds = SequenceSeeds("TensorRT-LLM", setup.seed)
         self._is_ready = self._is_closed = False
         self._jobs: dict[_Job, None] = {}
         self._released: set[str] = set()
@@ -142,7 +142,7 @@ class TrtllmRollout(BaseRollout):
         _check_distribution(request)
         self._stops.check(request.request_id, request.sampling.stop)
         job = _Job(request, asyncio.get_running_loop().create_future())
-        seeds = [self._choose_seed(request, number) for number in range(request.sampling.n)]
+        seeds = [self._seeds.choose(request, number) for number in range(request.sampling.n)]
         while self._held is not None:
             await asyncio.shield(self._held)
             self._state.check()
@@ -282,19 +282,10 @@ class TrtllmRollout(BaseRollout):
                     self._state.forbid("weights", "the weights were dropped when their memory was released")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``sequences``: the number of sequences without a request seed."""
-        return {"sequences": self._unseeded}
+        return self._seeds.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state.
-
-        Raises:
-            CheckpointError: the state is not one of :meth:`state_dict`.
-        """
-        try:
-            self._unseeded = int(state["sequences"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is not a state of the TensorRT-LLM rollout: {error!r}") from error
+        self._seeds.load_state_dict(state)
 
     def close(self) -> None:
         """Kill the server; requests in flight get a RolloutError."""
@@ -324,12 +315,6 @@ class TrtllmRollout(BaseRollout):
         finally:
             self._held.set_result(None)
             self._held = None
-
-    def _choose_seed(self, request: RolloutRequest, number: int) -> int:
-        if request.seed is not None:
-            return derive_seed(request.seed, number)
-        self._unseeded += 1
-        return derive_seed(self.setup.seed, self._unseeded)
 
 
 def _check_distribution(request: RolloutRequest) -> None:

@@ -4,19 +4,16 @@ them.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError, EnvironmentFailed
 from rollcast_agents.chat import as_chat
+from rollcast_agents.verl_files import awaited, import_class, read_entries
 
 __all__ = ["VerlInteraction", "load_interaction_config"]
 
@@ -45,21 +42,21 @@ class VerlInteraction(BaseEnvironment):
         self._inner = self._named(given.get("name"))
         self._messages = [dict(message) for message in task.get("prompt") or ()]
         instance = str(uuid.uuid4())
-        started = await _awaited(self._inner.start_interaction(instance, **self._kwargs))
+        started = await awaited(self._inner.start_interaction(instance, **self._kwargs))
         self._instance = str(started or instance)
         return Observation()
 
     async def step(self, message: Message) -> Observation:
         self._messages.append(as_chat(message))
         answer = self._inner.generate_response(self._instance, self._messages, **self._kwargs)
-        is_over, text, score, _ = await _awaited(answer)
+        is_over, text, score, _ = await awaited(answer)
         said = [] if is_over else [{"role": "user", "content": str(text)}]
         self._messages += said
         return Observation(said, reward=float(score), done=bool(is_over))
 
     async def close(self) -> None:
         if self._instance:
-            await _awaited(self._inner.finalize_interaction(self._instance, **self._kwargs))
+            await awaited(self._inner.finalize_interaction(self._instance, **self._kwargs))
 
     def _named(self, name: str | None) -> Any:
         if name is None and len(self._interactions) == 1:
@@ -72,10 +69,6 @@ class VerlInteraction(BaseEnvironment):
         return self._interactions[name]
 
 
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
 def load_interaction_config(path: str | Path) -> dict[str, Any]:
     """Return the interactions of verl's YAML file by name.
 
@@ -84,33 +77,24 @@ def load_interaction_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file or a class cannot be read; the message names the entry.
     """
-    key = f"agent.interaction_config_path={path}"
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{key} cannot be read: {error}") from error
-    entries = loaded.get("interaction") if isinstance(loaded, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{key} has no list 'interaction'")
+    key = "agent.interaction_config_path"
     found: dict[str, Any] = {}
-    for index, entry in enumerate(entries):
-        where = f"{key}: interaction[{index}]"
+    for where, entry in read_entries(key, path, "interaction").items():
         name, built = _interaction(where, entry)
         if name in found:
             raise ConfigError(f"{where} has the name {name!r}, which another entry already uses")
         found[name] = built
+    if not found:
+        raise ConfigError(f"{key}={path} has no entry in its list 'interaction'")
     return found
 
 
-def _interaction(where: str, entry: Any) -> tuple[str, Any]:
-    if not isinstance(entry, Mapping) or "." not in str(entry.get("class_name", "")):
-        raise ConfigError(f"{where} has no class_name such as package.module.Class")
-    module, _, cls_name = str(entry["class_name"]).rpartition(".")
+def _interaction(where: str, entry: Mapping[str, Any]) -> tuple[str, Any]:
+    class_name = str(entry["class_name"])
     # verl names an interaction without a name by its class.
-    name = str(entry.get("name") or cls_name.lower().removesuffix("interaction"))
+    name = str(entry.get("name") or class_name.rpartition(".")[2].lower().removesuffix("interaction"))
     try:
-        cls = getattr(importlib.import_module(module), cls_name)
-        return name, cls(config={**(entry.get("config") or {}), "name": name})
+        return name, import_class(class_name)(config={**(entry.get("config") or {}), "name": name})
     except Exception as error:  # the user's module or constructor may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{where}: {entry['class_name']} cannot be imported and built: {reason}") from error
+        raise ConfigError(f"{where}: {class_name} cannot be imported and built: {reason}") from error

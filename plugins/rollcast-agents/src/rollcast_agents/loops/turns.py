@@ -20,11 +20,11 @@ __all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
 
 
 class SingleTurnLoop(BaseAgentLoop):
-    """A loop with one reply to the task's prompt."""
+    """A loop with one reply to the task's prompt, which shows the tools of the dataset's column ``tools``."""
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
         prompt = list(task["prompt"])
-        reply = await session.sample(prompt)
+        reply = await session.sample(prompt, _own_tools(task))
         return Outcome(reply.end or "done", messages=[*prompt, as_chat(reply.message)])
 
 
@@ -106,7 +106,8 @@ class ToolLoop(BaseAgentLoop):
         episode = _Episode(task["prompt"])
         async with self._box.rollout(task) as tools:
             session.follow(episode.messages, lambda: episode.numbers(tools))
-            while (message := await episode.reply(session, tools.schemas)) is not None:
+            offered = _with_schemas(tools.schemas, _own_tools(task))
+            while (message := await episode.reply(session, offered)) is not None:
                 if episode.end != "done" or not message.tool_calls:
                     break
                 await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
@@ -139,7 +140,7 @@ class EnvironmentLoop(BaseAgentLoop):
             plain: PlainEnvironment | None = getattr(environment, "plain", None)
             if plain is not None:
                 tools = tools.with_tools(plain.tools)
-            offered = _offered(tools, seen, ())
+            offered = _offered(tools, seen, _with_schemas(tools.schemas, _own_tools(task)))
             while (message := await episode.reply(session, offered)) is not None and episode.end != "aborted":
                 if episode.end == "done" and message.tool_calls and tools.knows(message.tool_calls):
                     await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
@@ -157,8 +158,22 @@ class EnvironmentLoop(BaseAgentLoop):
 def _offered(tools: RolloutTools, seen: Observation, before: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
     if seen.tools is None:
         return before or tools.schemas
-    names = {schema["function"]["name"] for schema in tools.schemas}
-    return [*tools.schemas, *(each for each in seen.tools if each["function"]["name"] not in names)]
+    return _with_schemas(tools.schemas, seen.tools)
+
+
+def _with_schemas(schemas: Sequence[ToolSchema], more: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+    """Return the schemas and those of ``more`` with other names."""
+    names = {schema["function"]["name"] for schema in schemas}
+    return [*schemas, *(each for each in more if each["function"]["name"] not in names)]
+
+
+def _own_tools(task: Mapping[str, Any]) -> Sequence[ToolSchema]:
+    """Return the schemas in the task's column ``tools``; empty if a task uses this name for something else."""
+    tools = task.get("tools") or ()
+    are_schemas = isinstance(tools, Sequence) and all(
+        isinstance(each, Mapping) and isinstance(each.get("function"), Mapping) for each in tools
+    )
+    return list(tools) if are_schemas else ()
 
 
 def _box_of(setup: AgentLoopSetup, loop: str) -> ToolBox:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollcast.contracts.renderer import ToolSchema
 from rollcast.contracts.tool import BaseTool, ToolResult
 from rollcast.errors import ConfigError
+from rollcast_agents.verl_files import awaited, import_class, read_entries
 
 __all__ = ["VerlTool", "load_tool_config"]
 
@@ -40,21 +39,17 @@ class VerlTool(BaseTool):
         instance = str(uuid.uuid4())
         name = self._schema["function"]["name"]
         given = ((task.get("extra_info") or {}).get("tools_kwargs") or task.get("tools_kwargs") or {}).get(name, {})
-        created = await _awaited(self._inner.create(instance, **(given.get("create_kwargs") or {})))
+        created = await awaited(self._inner.create(instance, **(given.get("create_kwargs") or {})))
         return str(created[0] if isinstance(created, tuple) else created or instance)
 
     async def call(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        answer = await _awaited(self._inner.execute(state, dict(arguments)))
+        answer = await awaited(self._inner.execute(state, dict(arguments)))
         text, reward, metrics = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
         numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
         return ToolResult(str(getattr(text, "text", text) or ""), float(reward or 0.0), numbers)
 
     async def release(self, state: Any) -> None:
-        await _awaited(self._inner.release(state))
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+        await awaited(self._inner.release(state))
 
 
 def load_tool_config(path: str | Path) -> list[BaseTool]:
@@ -63,25 +58,16 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
     Raises:
         ConfigError: the file or a class cannot be read; the message names the entry.
     """
-    key = f"agent.tool_config_path={path}"
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{key} cannot be read: {error}") from error
-    entries = loaded.get("tools") if isinstance(loaded, Mapping) else None
-    if not isinstance(entries, list):
-        raise ConfigError(f"{key} has no list 'tools'")
-    return [_tool(f"{key}: tools[{index}]", entry) for index, entry in enumerate(entries)]
+    entries = read_entries("agent.tool_config_path", path, "tools")
+    return [_tool(where, entry) for where, entry in entries.items()]
 
 
-def _tool(where: str, entry: Any) -> BaseTool:
-    if not isinstance(entry, Mapping) or "." not in str(entry.get("class_name", "")):
-        raise ConfigError(f"{where} has no class_name such as package.module.Class")
-    module, _, name = str(entry["class_name"]).rpartition(".")
+def _tool(where: str, entry: Mapping[str, Any]) -> BaseTool:
+    class_name = str(entry["class_name"])
     try:
-        cls = getattr(importlib.import_module(module), name)
+        cls = import_class(class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}: {entry['class_name']} cannot be imported: {error}") from error
+        raise ConfigError(f"{where}: {class_name} cannot be imported: {error}") from error
     if inspect.isclass(cls) and issubclass(cls, BaseTool):
         return cls(**(entry.get("config") or {}))
     return _built(where, cls, entry)

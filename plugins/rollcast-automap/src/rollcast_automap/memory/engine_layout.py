@@ -32,7 +32,7 @@ class EngineLayout:
         gradient: bytes per gradient; None for the bytes of a parameter.
         state: bytes of optimizer state per parameter; None for two values of the parameter's size.
         state_shards: additional ranks over which the optimizer state is sharded.
-        fused_logits: True if logits are computed block by block and never stored as a whole.
+        fused_logits: True if logits are computed by chunks of positions and never stored as a whole.
         reshards: True if a layer's gathered weights are freed after its forward pass.
     """
 
@@ -121,13 +121,15 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         training = TrainingLayout(computed_bytes=4)
         return replace(role, model=whole, optimizer_bytes=8, gradient_bytes=4, recompute=False, training=training)
     stored = _BYTES.get(engine.model_dtype, 4)
+    fused = bool(getattr(engine, "use_fused_kernels", False))
     training = TrainingLayout(
         shard_size=max(getattr(engine, "fsdp_size", -1), -1) or -1,
         computed_bytes=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
         sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
         activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
         reshards=bool(getattr(engine, "reshard_after_forward", True)),
-        fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
+        fused_logits=fused,
+        head_positions=getattr(engine, "log_probs_chunk_size", None) if fused else None,
         shares_prompts=bool(getattr(engine, "share_prompts", False)),
     )
     recompute = bool(getattr(engine, "enable_gradient_checkpointing", False))

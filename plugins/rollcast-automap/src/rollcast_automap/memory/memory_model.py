@@ -42,8 +42,6 @@ Phase = Literal["held", "generate", "forward", "update", "sync"]
 LOGIT_COPIES = 3
 #: float32 copies of the logits that exist at once in a pass without gradient.
 FORWARD_LOGIT_COPIES = 2
-#: Most bytes of logit blocks that exist at once with ``use_fused_kernels``.
-FUSED_LOGIT_BYTES = 4 * (1 << 22) * 4
 #: Additional copies for a KL penalty over the vocabulary: reference logits, log-probs, ratios and their products.
 KL_LOGIT_COPIES = 6
 
@@ -239,13 +237,17 @@ def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eag
 def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: int = LOGIT_COPIES) -> int:
     """Return an upper bound of the logits of the largest pass in bytes: ``copies`` in float32 for response tokens.
 
-    Fused logits are a few blocks only. Tensor-parallel ranks share the vocabulary.
+    Fused logits are those of a chunk only (``head_positions``). With weights of two bytes, an update then also sums
+    the gradient of the head in float32. Tensor-parallel ranks share the vocabulary.
     """
     positions = -(-passes.rows * passes.response_tokens // layout.sequence_parts)
     if layout.head_positions is not None:
         positions = min(positions, layout.head_positions)
-    head = copies * 4 * positions * -(-size.vocabulary // layout.tensor)
-    return min(head, FUSED_LOGIT_BYTES) if layout.fused_logits else head
+    vocabulary = -(-size.vocabulary // layout.tensor)
+    head = copies * 4 * positions * vocabulary
+    if layout.fused_logits and layout.computed < 4 and copies >= LOGIT_COPIES:
+        head += 4 * vocabulary * size.hidden
+    return head
 
 
 def count_adapter(model: ModelConfig) -> int:

@@ -6,19 +6,57 @@ import asyncio
 import copy
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
-from rollcast.errors import RolloutError
+from rollcast.errors import CheckpointError, RolloutError
 
-__all__ = ["BaseJob", "derive_seed", "empty_output", "request_failure"]
+__all__ = ["BaseJob", "SequenceSeeds", "derive_seed", "empty_output", "request_failure"]
 
 
 def derive_seed(seed: int, number: int) -> int:
     """Return a seed below 2**62 for one of several sequences that share a seed."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+class SequenceSeeds:
+    """The seed of each sequence: from its request's seed, or from the rollout's seed and a counter.
+
+    Args:
+        engine: name of the engine, for messages.
+        seed: seed of the rollout.
+    """
+
+    def __init__(self, engine: str, seed: int) -> None:
+        self._engine, self._seed = engine, seed
+        self._unseeded = 0  # sequences so far whose request had no seed
+
+    def choose(self, request: RolloutRequest, number: int) -> int:
+        """Return the seed of a request's sequence ``number``; count the sequence if the request has no seed."""
+        if request.seed is not None:
+            return derive_seed(request.seed, number)
+        self._unseeded += 1
+        return derive_seed(self._seed, self._unseeded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``sequences``: the number of sequences without a request seed, from which the next ones' seeds are
+        derived.
+        """
+        return {"sequences": self._unseeded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state.
+
+        Raises:
+            CheckpointError: the state is not one of :meth:`state_dict`.
+        """
+        try:
+            self._unseeded = int(state["sequences"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"this is not a state of the {self._engine} rollout: {error!r}") from error
 
 
 def empty_output(request: RolloutRequest) -> RolloutOutput:

@@ -200,6 +200,9 @@ class _Sender(Transport):
 
     def break_off(self) -> None:
         """Leave the group in the middle of a broadcast; members that wait for this one notice that it is gone."""
+        # Members that wait for the next bucket are told, because a traceback may keep this object and its store alive.
+        for number in (self._sent, self._sent + 1):
+            self._store.set(f"{self._number}/bucket/{number}", json.dumps({"broken": True}))
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None and work is not None:
@@ -292,6 +295,8 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
             header = json.loads(member.store.get(f"{source['number']}/bucket/{number}"))
             if "end" in header:
                 break
+            if "broken" in header:
+                raise WeightSyncError("the sender broke off the update")
             flat = member.room.take(header["size"], member.device)
             member.group.broadcast([flat], _root()).wait()
             yield read_bucket(flat, header["tensors"])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import available_protocols, known_implementations
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
+from rollcast.contracts.storage import explain_url
 from rollcast.errors import WeightSyncError
 
 __all__ = ["SharedFolder"]
@@ -33,7 +32,8 @@ class SharedFolder:
         try:
             self._files, self._path = url_to_fs(url)
         except (ImportError, OSError, TypeError, ValueError) as error:
-            raise WeightSyncError(f"rollout.sync_folder={url} cannot be opened: {_explain(url, error)}") from error
+            reason = explain_url(url, error, "the environments of the trainer and of the replicas")
+            raise WeightSyncError(f"rollout.sync_folder={url} cannot be opened: {reason}") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def make(self) -> None:
@@ -71,16 +71,3 @@ class SharedFolder:
 
     def _local(self, name: str) -> Path:
         return Path(self._path) / name
-
-
-def _explain(url: str, error: Exception) -> str:
-    """Return why a URL cannot be opened, with the package to install if one is missing."""
-    protocols = re.findall(r"([\w+.-]+)(?=::|://)", url)  # several if they are chained, as in simplecache::s3://
-    unknown = [each for each in protocols if each not in available_protocols()]
-    if unknown:
-        return f"fsspec has no file system {unknown[0]!r}; it has {', '.join(sorted(available_protocols()))}"
-    if not isinstance(error, (ImportError, OSError)):  # an argument that no URL carries
-        return str(error)
-    hints = [hint for each in protocols if (hint := known_implementations.get(each, {}).get("err"))]
-    said = "; ".join(dict.fromkeys([str(error), *hints]))
-    return f"{said} (in the environments of the trainer and of the replicas)" if hints else said

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 from typing import cast as typed
@@ -115,13 +116,32 @@ class Receivers:
                 self.lose(place, error)
         return [self.lost[place] if place in self.lost else call.result() for place, call in enumerate(self._calls)]
 
+    def account(self, wait_s: float) -> None:
+        """Record targets that have died, waiting up to ``wait_s`` seconds for the first, or for a refused tensor.
+
+        Unlike :meth:`check`, a living target's error is not raised: it may only report that the transport broke.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            errors = [call.exception() if call.done() else None for call in self._calls]
+            for place, error in enumerate(errors):
+                if (
+                    place not in self.lost
+                    and isinstance(error, RolloutError)
+                    and not isinstance(error, WeightSyncError)
+                ):
+                    self.lost[place] = error
+            waiting = [call for call in self._calls if not call.done()]
+            is_refused = any(isinstance(error, WeightSyncError) and error.tensor for error in errors)
+            left = deadline - time.monotonic()
+            if self.lost or is_refused or not waiting or left <= 0:
+                return
+            wait(waiting, left, FIRST_COMPLETED)
+
     def interrupted(self, wait_s: float) -> list[Delivery]:
         """Return the errors of dead targets; the others, whose transport is gone, count as interrupted."""
         wait(self._calls, wait_s)
-        for place, call in enumerate(self._calls):
-            error = call.exception() if call.done() else None
-            if place not in self.lost and isinstance(error, RolloutError) and not isinstance(error, WeightSyncError):
-                self.lost[place] = error
+        self.account(0.0)
         causes = "; ".join(str(error) for error in self.lost.values())
         again = SyncInterruptedError(f"the weights did not arrive because of another replica: {causes}")
         return [self.lost.get(place, again) for place in range(len(self._calls))]
@@ -252,10 +272,12 @@ class BucketSync(BaseWeightSync):
                 transport.send(staged, receivers)
             transport.finish(receivers)
         except (OSError, RuntimeError, EOFError) as error:
-            # A target's own report explains more than its closed connection.
-            receivers.check(ACCOUNT_S)
+            # A target's own report explains more than its closed connection, and the death of one target more than the
+            # report of another that their group broke.
+            receivers.account(ACCOUNT_S)
             if receivers.lost:
                 raise TargetLostError from error
+            receivers.check()
             if isinstance(error, RollcastError):
                 raise
             raise WeightSyncError(f"sending version {version} by {self.name} failed: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollcast import WorkerGroup
 from rollcast.errors import RollcastError
+from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
 from rollcast_trainer.run.run_dir import Checkpoints
 
 __all__ = ["CheckpointSaver"]
@@ -25,6 +26,7 @@ class CheckpointSaver:
         groups: worker groups whose state is saved.
         in_background: let groups go on as soon as their state is copied; one checkpoint is in flight at a time.
         on_saved: called with step and folder of each completed checkpoint.
+        remote: copies of the checkpoints at a URL; None for no copies.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class CheckpointSaver:
         groups: Sequence[WorkerGroup],
         in_background: bool,
         on_saved: Callable[[int, Path], None],
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
         self._checkpoints = checkpoints
         self._groups = groups
         self._in_background = in_background
         self._on_saved = on_saved
+        self._remote = remote
         self._pending: tuple[int, AbstractContextManager[Path]] | None = None
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -47,6 +51,9 @@ class CheckpointSaver:
             CheckpointError: this checkpoint or the previous one cannot be written; earlier checkpoints are intact.
         """
         self.settle(wait=True)
+        if self._remote is not None:
+            # Completing a checkpoint may remove the one that is being copied.
+            self._remote.wait()
         writing = self._checkpoints.writing(step, state)
         self._pending = (step, writing)
         folder = str(writing.__enter__().resolve())
@@ -77,6 +84,8 @@ class CheckpointSaver:
         if all(all(ranks) for ranks in written):
             (step, writing), self._pending = self._pending, None
             writing.__exit__(None, None, None)
+            if self._remote is not None:
+                self._remote.push(step, self._checkpoints.steps())
             self._on_saved(step, self._checkpoints.path(step))
 
     def rescue(self) -> None:

@@ -82,6 +82,8 @@ _FREE = (
     "trainer.async_save",
     "trainer.resume_mode",
     "trainer.export",
+    "trainer.default_hdfs_dir",
+    "model.use_shm",
     "trainer.stop_at",
 )
 

@@ -139,6 +139,7 @@ class StagedTrainer(BaseTrainer):
         if task.replay_of is None:
             self.goal.check_files(task.data.val_files)
             run.scorer = task.scorer()
+            run.scorer.follow(lambda: (self.step, self.total_steps))
             self.val_batches = self.load_val_batches()
         else:
             self.val_batches = []  # validation would need to generate
@@ -151,7 +152,7 @@ class StagedTrainer(BaseTrainer):
             self.record.check_parts(fingerprints(task), task.model.path)
         run.start(self.stages)
         trained = [group for role, group in run.groups.items() if role_trains(role)]
-        self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce)
+        self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce, task.remote)
         if task.start_step:
             self._resume(task.start_step)
 

@@ -20,6 +20,7 @@ from rollcast.contracts.hooks import build_hook_manager
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
+from rollcast.contracts.storage import NodeCopies, fetch_files
 from rollcast.contracts.trainer import RunResult
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, DataError, ResourceError
@@ -45,6 +46,7 @@ from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
+from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config
 from rollcast_trainer.run.run_lock import RunLock
 from rollcast_trainer.schemas import RunConfig
@@ -84,8 +86,10 @@ class TaskRunner:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
+        #: Copies of remote models on the nodes of the run.
+        self.copies = NodeCopies()
         #: Instance of ``schema``; untyped here because each trainer brings its own.
-        self.sections: Any = build_section(cast("type[Any]", schema), config)
+        self.sections: Any = self.copies.place(build_section(cast("type[Any]", schema), config))
         self.trainer = self.sections.trainer
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
         self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
@@ -121,6 +125,9 @@ class TaskRunner:
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
+        folder = self.trainer.default_hdfs_dir
+        #: Copies of the checkpoints at ``trainer.default_hdfs_dir``; None without it.
+        self.remote = RemoteCheckpoints(folder, self.run_dir) if folder is not None else None
         self.start_step = 0
         #: Worker groups by role, as :meth:`start_roles` started them.
         self.groups: dict[str, WorkerGroup] = {}
@@ -157,7 +164,7 @@ class TaskRunner:
         Raises:
             ConfigError: a value has the wrong type.
         """
-        return build_section(schema, OmegaConf.select(self.config, path), path)
+        return self.copies.place(build_section(schema, OmegaConf.select(self.config, path), path), path)
 
     def _name_of(self, path: str) -> str:
         name = OmegaConf.select(self.config, f"{path}.name")
@@ -171,9 +178,12 @@ class TaskRunner:
     def __enter__(self) -> Self:
         self._lock = lock_run_dir(self.run_dir, self.trainer.resume_mode)
         try:
+            if self.remote is not None and self.trainer.resume_mode != "disable":
+                self.remote.fetch()
             self.start_step = prepare_run_dir(self.run_dir, self.plain)
             write_config(self.run_dir, OmegaConf.to_yaml(self.config))
             preprocess_data(self.data, self.trainer.seed)
+            self.copies.make()
             check_positions(self.model.path, self.data)
         except BaseException:
             self._lock.release()
@@ -188,6 +198,8 @@ class TaskRunner:
             stack.callback(stop_watch)
             if self._lock is not None:
                 stack.callback(self._lock.release)
+            if self.remote is not None:
+                stack.callback(self.remote.abandon)
             if self._runtime is not None:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
@@ -295,6 +307,7 @@ class TaskRunner:
     def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
         """Return a dataset over ``files`` with the config's settings; ``changes`` override some of them."""
         settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
+        files = fetch_files(files)
         dataset_class = cast("Any", datasets.get(name))
         return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
 
@@ -448,6 +461,7 @@ class TaskRunner:
             everyone[Role.REWARD] = ClassWithInitArgs(RewardWorker, model)
         if self.judge is not None:
             everyone[Role.JUDGE] = self.judge.worker(self.trainer.seed, self.placement.device, logs)
+        everyone = {role: worker.with_options(copies=self.copies.planned) for role, worker in everyone.items()}
         groups = start_groups(
             self.pools,
             everyone,

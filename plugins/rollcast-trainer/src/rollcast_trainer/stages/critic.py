@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rollcast.contracts.algorithm import loss_aggregations
+from rollcast.contracts.algorithm import loss_aggregations, try_loss_aggregation
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto
 from rollcast_algorithms.value_loss import ValueLoss
@@ -53,6 +53,13 @@ class UpdateCritic(Stage):
     run: TrainingRun
     phase: ClassVar[str] = "update_critic"
     spec: ClassVar[StageSpec] = StageSpec(reads=("values", "returns"), optional=(ROLLOUT,), roles=(Role.CRITIC,))
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec:
+        mode = run.section("critic", CriticConfig).loss_agg_mode
+        found = loss_aggregations.find(mode, "critic.loss_agg_mode")
+        try_loss_aggregation(loss_aggregations.get(mode), f"critic.loss_agg_mode={mode} of {found}")
+        return cls.spec
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -13,6 +13,7 @@ from rollcast.contracts.algorithm import (
     REWARD_COMPONENT,
     kl_penalties,
     needs_vocabulary,
+    try_kl_penalty,
 )
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError, RewardError
@@ -205,8 +206,12 @@ class KlInReward(Stage):
 
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec | None:
-        if not run.section("algorithm", AlgorithmConfig).use_kl_in_reward:
+        algorithm = run.section("algorithm", AlgorithmConfig)
+        if not algorithm.use_kl_in_reward:
             return None
+        name = algorithm.kl_penalty
+        found = kl_penalties.find(name, "algorithm.kl_penalty")
+        try_kl_penalty(kl_penalties.get(name), f"algorithm.kl_penalty={name} of {found}")
         return StageSpec(
             reads=("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob"),
             writes=("token_level_rewards",),

@@ -7,7 +7,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollcast.contracts.algorithm import Denominators, kl_penalties, loss_aggregations, needs_vocabulary, policy_losses
+from rollcast.contracts.algorithm import (
+    Denominators,
+    kl_penalties,
+    loss_aggregations,
+    needs_of,
+    needs_vocabulary,
+    policy_losses,
+    try_kl_penalty,
+    try_loss_aggregation,
+    try_policy_loss,
+)
 from rollcast.contracts.engine import LossInputs
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
@@ -41,6 +51,7 @@ class UpdateActor(Stage):
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec:
         policy: PpoActorConfig = run.task.actor
+        _try_parts(policy)
         exact = find_vocabulary_kl(run) is not None
         correction = correction_of(run)
         needs = build_loss(policy, correction.rollout_is is not None).needs
@@ -128,31 +139,49 @@ def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
 def needs_advantage(loss: PpoLoss) -> bool:
     """Return True if a row with zero advantages has no gradient, so that an update may leave it out.
 
-    Loss terms other than the policy loss always have a gradient. The policy loss itself is evaluated on a few tokens,
-    which also validates its options.
-
-    Raises:
-        ConfigError: the policy loss rejects its options.
+    Loss terms other than the policy loss always have a gradient, and so may one of the columns that a policy loss
+    declares. The policy loss itself is evaluated on a few tokens.
     """
+    if needs_of(loss.policy_loss).columns:
+        return False
     generator = torch.Generator().manual_seed(0)
     old = torch.rand((4, 16), generator=generator).log()
     new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
     mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
-    try:
-        prepared = loss.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
-        prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
-        columns = {"old_log_probs": old, "advantages": nothing, **prepared}
-        tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
-        counts = Denominators(64.0, 4.0, 16.0)
-        total = tried(LossInputs(new, None, None, mask, columns, counts)).loss
-    except (ValueError, TypeError, LookupError) as error:
-        raise ConfigError(f"actor.policy_loss does not work with the settings in actor: {error}") from error
+    prepared = loss.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
+    prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
+    columns = {"old_log_probs": old, "advantages": nothing, **prepared}
+    tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
+    total = tried(LossInputs(new, None, None, mask, columns, Denominators(64.0, 4.0, 16.0))).loss
     if loss.entropy_coeff or loss.kl_penalty is not None:
         return False
     if not total.requires_grad:
         return True
     (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
     return gradient is None or not bool(gradient.any())
+
+
+def _try_parts(policy: PpoActorConfig) -> None:
+    """Call the plugins of the loss with a small batch.
+
+    Raises:
+        PluginTypeError: one of them does not work; the message has the key, the plugin and its distribution.
+    """
+    options = policy.policy_loss_kwargs
+    given = f" with actor.policy_loss_kwargs={dict(options)}" if options else ""
+    try_policy_loss(
+        policy_losses.get(policy.policy_loss),
+        f"actor.policy_loss={policy.policy_loss} of {policy_losses.find(policy.policy_loss)}{given}",
+        clip_ratio_low=policy.clip_ratio_low,
+        clip_ratio_high=policy.clip_ratio_high,
+        clip_ratio_c=policy.clip_ratio_c,
+        options=options,
+    )
+    mode = policy.loss_agg_mode
+    try_loss_aggregation(loss_aggregations.get(mode), f"actor.loss_agg_mode={mode} of {loss_aggregations.find(mode)}")
+    if policy.use_kl_loss:
+        kind = str(policy.kl_loss_type)
+        try_kl_penalty(kl_penalties.get(kind), f"actor.kl_loss_type={kind} of {kl_penalties.find(kind)}")
 
 
 def find_vocabulary_kl(run: TrainingRun) -> str | None:

@@ -1,0 +1,51 @@
+"""Write the measured lines of a process once a second, and when it ends itself with ``os._exit``.
+
+Ray and supervisors of processes kill them, so that coverage.py has no chance to write at their end. ``nox -s coverage``
+has every Python process of its environment import this module at start, after coverage.py itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from coverage import Coverage
+from coverage.exceptions import CoverageException
+
+_INTERVAL_S = 1.0
+_exit = os._exit
+
+
+def save() -> None:
+    """Write the lines that this process has run, if coverage.py measures it."""
+    measured = Coverage.current()
+    # A process at its end may have closed the file of its data.
+    with suppress(CoverageException, OSError, ValueError):
+        if measured is not None:
+            measured.save()
+
+
+def exit_saved(status: int) -> NoReturn:
+    """Save and end this process. A function of a module, because tests pickle ``os._exit``."""
+    save()
+    _exit(status)
+
+
+def _save_forever(pid: int) -> None:
+    while os.getpid() == pid:
+        time.sleep(_INTERVAL_S)
+        save()
+
+
+def start() -> None:
+    """Start the thread that saves, in a process that coverage.py measures."""
+    if Coverage.current() is not None:
+        threading.Thread(target=_save_forever, args=(os.getpid(),), name="coverage-saver", daemon=True).start()
+
+
+start()
+os._exit = exit_saved
+os.register_at_fork(after_in_child=start)  # called after coverage.py's own, which was registered before

@@ -1,0 +1,14 @@
+"""The preprocessor passes the suite that third parties are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from rollcast_testing import PreprocessorSuite
+
+
+class TestCalculations(PreprocessorSuite):
+    name = "calculator"
+    uses_seed = True
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {"sft*": ("prompt", "response"), "t*": ("prompt", "ground_truth")}

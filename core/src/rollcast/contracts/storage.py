@@ -1,0 +1,392 @@
+"""Remote storage: URLs of models, data and checkpoints, and their copies on each node.
+
+A path may be a URL of any file system that fsspec supports, such as ``s3://bucket/model`` or ``hdfs://host/data``. Code
+that opens files gets the path of a copy on its own node, never the URL: :class:`NodeCopies` plans the copies of a
+config section, and every worker process waits for the copies of its node before its worker is built
+(:meth:`rollcast.ClassWithInitArgs.with_options`).
+
+Copies are kept in ``rollcast-cache-UID`` of the temporary folder, or in ``/dev/shm`` with ``use_shm``; the environment
+variable ``ROLLCAST_CACHE_DIR`` of the driver names another folder, which has to be writable on every node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from rollcast.errors import ConfigError, ResourceError
+
+__all__ = [
+    "CopiedToNode",
+    "NodeCopies",
+    "NodeCopy",
+    "NodePath",
+    "RemoteFolder",
+    "explain_url",
+    "fetch_files",
+    "is_url",
+]
+
+S = TypeVar("S")
+logger = logging.getLogger(__name__)
+_URL = re.compile(r"[A-Za-z][\w+.-]*(::|://)")
+#: Facts of a file that change when its content does, by the names that file systems give them; the first one counts.
+_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "modificationTime", "mtime", "created")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the point is that it is shared memory
+
+
+@dataclass(frozen=True)
+class CopiedToNode:
+    """A marker for a config field with a path or URL of which every node needs a copy; see :data:`NodePath`.
+
+    If the section's field ``use_shm`` is true, the copy is in shared memory, and a local path is copied too.
+    """
+
+
+NodePath = Annotated[str, CopiedToNode()]
+"""A path, or a URL that is replaced by the path of a copy on each node."""
+
+
+def is_url(path: str) -> bool:
+    """Return True if a path is a URL of a file system, such as ``s3://bucket/key``."""
+    return _URL.match(path) is not None
+
+
+def explain_url(url: str, error: Exception, where: str = "") -> str:
+    """Return why a URL cannot be opened, with the package to install if one is missing.
+
+    Args:
+        where: environments that need the package, if it is not only this one.
+    """
+    from fsspec.registry import available_protocols, known_implementations
+
+    protocols = re.findall(r"([\w+.-]+)(?=::|://)", url)  # several if they are chained, as in simplecache::s3://
+    unknown = [each for each in protocols if each not in available_protocols()]
+    if unknown:
+        return f"fsspec has no file system {unknown[0]!r}; it has {', '.join(sorted(available_protocols()))}"
+    if not isinstance(error, (ImportError, OSError)):  # an argument that no URL carries
+        return str(error)
+    hints = [hint for each in protocols if (hint := known_implementations.get(each, {}).get("err"))]
+    reason = "; ".join(dict.fromkeys([str(error) or type(error).__name__, *hints]))
+    return f"{reason} (in {where})" if hints and where else reason
+
+
+@dataclass(frozen=True)
+class NodeCopy:
+    """A file or folder, and the path of its copy on a node.
+
+    Attributes:
+        source: path or URL.
+        target: path of the copy, the same on every node.
+        fingerprint: digest of the names, sizes and versions of the source's files when the run started.
+        size: size in bytes.
+    """
+
+    source: str
+    target: str
+    fingerprint: str
+    size: int
+
+    def make(self) -> Path:
+        """Make the copy unless it exists, and return its path; one process of a node copies, the others wait for it.
+
+        Raises:
+            ResourceError: the source cannot be read, has changed since the run started, or does not fit.
+        """
+        target = Path(self.target)
+        if target.exists():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / "lock"):
+            if not target.exists():
+                self._copy(target)
+        return target
+
+    def _copy(self, target: Path) -> None:
+        free = shutil.disk_usage(target.parent).free
+        if free < self.size:
+            raise ResourceError(
+                f"the copy of {self.source} needs {_gib(self.size)} in {target.parent}, which has {_gib(free)} free; "
+                "free some space, or set ROLLCAST_CACHE_DIR to another folder, or model.use_shm=false if it is set"
+            )
+        # A name of its own, so that a killed copy is never taken for a complete one.
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        started = time.monotonic()
+        try:
+            files, path = _open(self.source)
+            if _read_fingerprint(files, path)[0] != self.fingerprint:
+                raise ResourceError(f"{self.source} has changed since the run started; start the run again")
+            files.get(path, str(unfinished), recursive=True)
+            os.replace(unfinished, target)
+        except (OSError, ImportError, ValueError) as error:
+            if isinstance(error, ResourceError):
+                raise
+            raise ResourceError(f"{self.source} cannot be copied: {explain_url(self.source, error)}") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        seconds = time.monotonic() - started
+        logger.info("copied %s (%s) to %s in %.1f s", self.source, _gib(self.size), target, seconds)
+
+
+class NodeCopies:
+    """The copies that the nodes of a run need, planned on the driver.
+
+    Example::
+
+        copies = NodeCopies()
+        model = copies.place(config.model)  # model.path is now a path on every node
+        copies.make()  # on this node
+        worker = ClassWithInitArgs(MyWorker, model).with_options(copies=copies.planned)
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, bool], NodeCopy] = {}
+
+    @property
+    def planned(self) -> tuple[NodeCopy, ...]:
+        """All copies that were planned."""
+        return tuple(self._copies.values())
+
+    def place(self, section: S, path: str = "") -> S:
+        """Return a section whose marked paths (:data:`NodePath`) are those of copies; nothing is copied yet.
+
+        A local path stays as it is, unless the section sets ``use_shm``.
+
+        Args:
+            section: dataclass instance; sections within it are placed too.
+            path: dotted path of the section, for messages.
+
+        Raises:
+            ConfigError: a URL cannot be listed; names the key.
+        """
+        if not dataclasses.is_dataclass(section) or isinstance(section, type):
+            return section
+        changes: dict[str, Any] = {}
+        in_memory = bool(getattr(section, "use_shm", False))
+        for name, is_marked in _marked_fields(type(section)).items():
+            value = getattr(section, name)
+            key = f"{path}.{name}" if path else name
+            if not is_marked:
+                placed = self.place(value, key)
+            elif isinstance(value, str) and (is_url(value) or (in_memory and Path(value).exists())):
+                placed = self.plan(value, in_memory, key).target
+            else:
+                continue
+            if placed is not value:
+                changes[name] = placed
+        return dataclasses.replace(section, **changes) if changes else section
+
+    def plan(self, source: str, in_memory: bool = False, key: str = "") -> NodeCopy:
+        """Plan a copy of a file or folder, and return it.
+
+        Raises:
+            ConfigError: the source cannot be listed; names ``key``.
+        """
+        known = self._copies.get((source, in_memory))
+        if known is not None:
+            return known
+        try:
+            files, path = _open(source)
+            fingerprint, size = _read_fingerprint(files, path)
+        except (OSError, ImportError, TypeError, ValueError) as error:
+            shown = f"{key}={source}" if key else source
+            raise ConfigError(f"{shown} cannot be read: {explain_url(source, error)}") from error
+        name = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2]) or "root"
+        digest = hashlib.blake2b(f"{source} {fingerprint}".encode(), digest_size=12).hexdigest()
+        made = NodeCopy(source, str(_cache_folder(in_memory) / digest / name), fingerprint, size)
+        self._copies[source, in_memory] = made
+        return made
+
+    def make(self) -> None:
+        """Make all copies on this node; see :meth:`NodeCopy.make`."""
+        for each in self.planned:
+            each.make()
+
+
+def fetch_files(patterns: Sequence[str], key: str = "") -> list[str]:
+    """Return paths of files on this node: URLs, which may be globs, are copied; other patterns stay as they are.
+
+    Raises:
+        ConfigError: a URL cannot be listed or matches no file; names ``key``.
+        ResourceError: a file cannot be copied.
+    """
+    found: list[str] = []
+    copies = NodeCopies()
+    for pattern in patterns:
+        if is_url(pattern):
+            found += [str(copies.plan(url, key=key).make()) for url in _expand(pattern, key)]
+        else:
+            found.append(pattern)
+    return found
+
+
+class RemoteFolder:
+    """A folder at a URL.
+
+    Args:
+        url: URL of the folder.
+        key: config key that holds it, for messages.
+
+    Raises:
+        ConfigError: no file system for the URL is installed; the message names the package.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self._files, self._path = _open(self.url)
+        except (OSError, ImportError, TypeError, ValueError) as error:
+            raise ConfigError(f"{key}={url} cannot be opened: {explain_url(url, error)}") from error
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a file or folder to ``name``, replacing what is there; a reader may see a part of it meanwhile.
+
+        Raises:
+            ResourceError: it cannot be written.
+        """
+        with self._explained(f"{source} cannot be copied to {self.url}/{name}"):
+            if source.is_dir():
+                self.remove(name)
+            for each in [source, *sorted(source.rglob("*"))]:
+                relative = each.relative_to(source).as_posix()
+                target = self._at(name) if relative == "." else f"{self._at(name)}/{relative}"
+                if each.is_dir():
+                    self._files.makedirs(target, exist_ok=True)
+                else:
+                    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                    self._files.put_file(str(each), target)
+
+    def download(self, name: str, target: Path) -> None:
+        """Copy the file or folder ``name`` to ``target``, which must not exist if it is a folder.
+
+        Raises:
+            ResourceError: it cannot be read.
+        """
+        with self._explained(f"{self.url}/{name} cannot be copied to {target}"):
+            self._files.get(self._at(name), str(target), recursive=True)
+
+    def read_text(self, name: str) -> str | None:
+        """Return the content of a text file; None if there is none.
+
+        Raises:
+            ResourceError: it cannot be read.
+        """
+        with self._explained(f"{self.url}/{name} cannot be read"):
+            # A listing may be cached, from before the last write.
+            self._files.invalidate_cache()
+            if not self._files.exists(self._at(name)):
+                return None
+            content: Any = self._files.cat_file(self._at(name))
+            return bytes(content).decode()
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file; raises ResourceError if it cannot be written."""
+        with self._explained(f"{self.url}/{name} cannot be written"):
+            self._files.pipe_file(self._at(name), text.encode())
+
+    def names(self, name: str) -> list[str]:
+        """Return the names in the folder ``name``, none without it; raises ResourceError if it cannot be listed."""
+        with self._explained(f"{self.url}/{name} cannot be listed"):
+            self._files.invalidate_cache()
+            if not self._files.isdir(self._at(name)):
+                return []
+            return [str(each).rstrip("/").rpartition("/")[2] for each in self._files.ls(self._at(name), detail=False)]
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder if it exists; raises ResourceError if that fails."""
+        with self._explained(f"{self.url}/{name} cannot be removed"):
+            if self._files.exists(self._at(name)):
+                self._files.rm(self._at(name), recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}".rstrip("/")
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ImportError, TypeError, ValueError) as error:
+            if isinstance(error, ResourceError):
+                raise
+            raise ResourceError(f"{what}: {explain_url(self.url, error)}") from error
+
+
+def _open(path: str) -> tuple[Any, str]:
+    """Return the file system of a path or URL, and the path on it."""
+    from fsspec.core import url_to_fs
+
+    files, found = url_to_fs(str(Path(path).expanduser().absolute()) if not is_url(path) else path)
+    return files, str(found)
+
+
+def _expand(pattern: str, key: str) -> list[str]:
+    shown = f"{key}: {pattern}" if key else pattern
+    try:
+        files, path = _open(pattern)
+        matches = sorted(str(each) for each in files.glob(path)) if re.search(r"[*?\[]", path) else [path]
+    except (OSError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"{shown} cannot be read: {explain_url(pattern, error)}") from error
+    if not matches:
+        raise ConfigError(f"no file matches {shown}")
+    return [pattern] if matches == [path] else [str(files.unstrip_protocol(each)) for each in matches]
+
+
+def _read_fingerprint(files: Any, path: str) -> tuple[str, int]:
+    """Return the digest of the files below ``path``, and their size in bytes."""
+    info: Mapping[str, Any] = files.info(path)
+    listed = [info] if info["type"] == "file" else list(files.find(path, detail=True).values())
+    if not listed:
+        raise FileNotFoundError(f"{path} has no files")
+    rows = sorted((str(each["name"]).removeprefix(path), int(each["size"] or 0), _version(each)) for each in listed)
+    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest(), sum(size for _, size, _ in rows)
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+
+
+def _cache_folder(in_memory: bool) -> Path:
+    name = f"rollcast-cache-{os.getuid()}"
+    if in_memory:
+        return _SHARED_MEMORY / name
+    chosen = os.environ.get("ROLLCAST_CACHE_DIR")
+    return Path(chosen).absolute() if chosen else Path(tempfile.gettempdir()) / name
+
+
+@cache
+def _marked_fields(schema: type) -> dict[str, bool]:
+    """Return the fields that are marked (True), and those that may hold a section (False)."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    found: dict[str, bool] = {}
+    for each in dataclasses.fields(schema):
+        kinds = [hints[each.name], *typing.get_args(hints[each.name])]
+        if any(isinstance(mark, CopiedToNode) for kind in kinds for mark in getattr(kind, "__metadata__", ())):
+            found[each.name] = True
+        elif any(dataclasses.is_dataclass(kind) for kind in kinds):
+            found[each.name] = False
+    return found
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
