@@ -110,7 +110,7 @@ class _Batch:
 
 
 class _Function:
-    """A function of the user, called as TRL calls it.
+    """One of the reward functions, either TRL's, which gets a batch, or rollcast's, which gets each sample.
 
     Args:
         found: function and its place.
