@@ -503,7 +503,7 @@ def _data() -> list[Rule]:
             "data.gen_batch_size",
             note="a step samples what it trains on; `algorithm.filter_groups` samples more by itself",
         ),
-        Rule("data.train_max_samples", note="give a shorter file; `data.val_max_samples` is there"),
+        Rule("data.train_max_samples", note="use a shorter file; `data.val_max_samples` is there"),
         *_none("all random numbers follow `trainer.seed`", "data.seed"),
         *_none(
             "a dataset of your own is a plugin (`data.dataset`)",
