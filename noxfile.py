@@ -30,7 +30,7 @@ TEST_TOOLS = [
     *("hypothesis", "psutil", "hatchling"),
 ]
 #: Tools that the tests of the repository itself use, in tests/.
-REPOSITORY_TOOLS = ["nox", "towncrier"]
+REPOSITORY_TOOLS = ["nox", "towncrier", "nbclient", "ipykernel"]
 PYTEST = ["-m", "pytest", "-q"]
 #: Tools that build the documentation site.
 SITE = ["mkdocs-material>=9.7,<10", "latex2mathml>=3.78,<4"]

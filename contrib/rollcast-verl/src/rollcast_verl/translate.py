@@ -30,13 +30,13 @@ _DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 
 @dataclass(frozen=True)
 class Line:
-    """The outcome for one key of verl.
+    """Result of the translation of a key of verl.
 
     Attributes:
         key, value: verl's key and its value.
         state: outcome.
         overrides: keys and values of rollcast that the key sets.
-        note: difference, or the reason why there is no counterpart.
+        note: the difference, or the reason why there is no counterpart.
     """
 
     key: str
