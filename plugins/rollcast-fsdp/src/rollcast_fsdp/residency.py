@@ -139,7 +139,7 @@ def _replaced(tensor: Tensor, move: Callable[[Tensor, _Key], Tensor], key: _Key)
     plain: Any = tensor
     if is_traceable_wrapper_subclass(plain):
         owner, name = key
-        moved: Tensor = transform_subclass(
+        moved: Tensor = transform_subclass(  # type: ignore[no-untyped-call]
             plain, lambda part, inner: _replaced(inner, move, (owner, f"{name}.{part}"))
         )
         return moved
