@@ -559,18 +559,18 @@ def _draw_columns(needs: Needs, mask: Tensor) -> dict[str, Tensor]:
 def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Run ``prepare`` as a trainer does, with all tokens in one row, and reshape its columns to the batch's shape."""
     shape = inputs.response_mask.shape
-    flat: dict[str, Tensor] = {
-        name: getattr(inputs, name).reshape(1, -1) for name in ("old_log_probs", "advantages", "response_mask")
-    }
     wide = {
         name: column.unsqueeze(-1).expand(shape) if column.ndim == 1 else column
         for name, column in inputs.columns.items()
     }
+    old = inputs.old_log_probs.reshape(1, -1)
     given = replace(
         inputs,
-        log_probs=flat["old_log_probs"],
+        log_probs=old,
+        old_log_probs=old,
+        advantages=inputs.advantages.reshape(1, -1),
+        response_mask=inputs.response_mask.reshape(1, -1),
         columns={name: column.reshape(1, -1) for name, column in wide.items()},
-        **flat,
     )
     return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, given).items()}
 
