@@ -211,7 +211,7 @@ def test_functions_of_a_user_are_adapted(theirs: ModuleType, batch: dict[str, Te
         torch.testing.assert_close(total(found, batch["mask"]), batch["new"].mean())
         with pytest.raises(PluginTypeError, match="agg_loss 2 times"):
             algorithms.policy_loss("two_numbers")(loss_inputs("vanilla", batch))
-        with pytest.raises(PluginNotFoundError, match="verl has no 'thirds'.*half_of_values"):
+        with pytest.raises(PluginNotFoundError, match=r"verl has no .thirds.*half_of_values"):
             algorithms.estimator("thirds")(given)
     finally:
         del theirs.ADV_ESTIMATOR_REGISTRY["half_of_values"]

@@ -155,8 +155,8 @@ def policy_loss(name: str) -> PolicyLoss:
     """Return a policy loss that calls verl's loss ``name``; verl is imported at the first call.
 
     verl's losses return one number; rollcast aggregates losses per token over the whole mini-batch. The adapter takes
-    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's. A function
-    that does not call ``agg_loss`` (``geo_mean``) returns a mean over the micro-batch, which each of its tokens gets.
+    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's. Where a
+    function does not call ``agg_loss`` (``geo_mean``), each token of the micro-batch gets the number that it returns.
     Metrics are numbers for a micro-batch; their names lose the prefix ``actor/``.
     """
 
