@@ -1,12 +1,14 @@
 """Hooks of the documentation site: pages that are kept outside docs/, and formulas that need no script.
 
-The guide to contributing, the change log and the README of each distribution become pages. Their relative links are
-turned into links between pages, so that the strict build also fails at a dead link or anchor in a README.
+The guide to contributing, the change log, the README of each distribution and the notebooks become pages. Their
+relative links are turned into links between pages, so that the strict build also fails at a dead link or anchor in a
+README.
 A block ```` ```math ```` holds LaTeX; it becomes MathML, which browsers draw without a script or a network.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -75,6 +77,22 @@ def format_math(source: str, *_: Any, **__: Any) -> str:
     return f'<div class="math">{convert(source.strip(), display="block")}</div>'
 
 
+def render_notebook(file: Path) -> str:
+    """Return a notebook as a page: its text, its code, and the output that it was saved with."""
+    parts = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"]).rstrip("\n")
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            text = "".join(output.get("text") or output["data"]["text/plain"]).rstrip("\n")
+            parts.append(f"```text\n{text}\n```")
+    parts.append(f"[Download the notebook]({file.name})")
+    return "\n\n".join(parts) + "\n"
+
+
 # -- called by mkdocs ---------------------------------------------------------------------------
 
 
@@ -105,4 +123,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if source == "README.md":
             text = f"---\nsearch:\n  exclude: true\n---\n{text}"
         files.append(File.generated(config, page, content=rewrite_links(text, source, root)))
+    for notebook in sorted((root / "docs" / "notebooks").glob("*.ipynb")):
+        page = f"notebooks/{notebook.stem}.md"
+        files.append(File.generated(config, page, content=render_notebook(notebook)))
     return files
