@@ -129,8 +129,10 @@ def test_a_wrong_run_ends_with_the_pages_message(beginning: str, task: Commands,
 
 
 def test_a_cluster_that_does_not_answer(rollcast: Commands) -> None:
-    overrides = ("runtime=ray", "runtime.address=127.0.0.1:6399")
+    # Nothing listens on port 1.
+    overrides = ("runtime=ray", "runtime.address=127.0.0.1:1")
     message = error_of(rollcast, [each for each in TRAIN if not each.startswith("runtime")] + [*overrides])
+    message = message.replace("127.0.0.1:1 ", "127.0.0.1:6379 ")
     assert quoted("error: cannot join Ray").match(message), message
 
 
