@@ -89,7 +89,7 @@ def test_every_plugin_is_sound(installed: Commands) -> None:
     ours = {
         f"{part['group']}:{part['name']}": part["state"] for part in parts if "rollcast-page" in part["distribution"]
     }
-    assert len(ours) == 17
+    assert len(ours) == 16
     assert set(ours.values()) == {"ok"}, ours
 
 
