@@ -24,6 +24,7 @@ import torch
 
 import rollcast
 from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from rollcast.protocol import Jagged
 from rollcast_testing import SimulatedRuntime
 
 Namespace = dict[str, Any]
@@ -110,8 +111,11 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Simu
     with SimulatedRuntime(nodes=4, processes_per_node=8, **options) as cluster:
 
         def group(pool: Any, roles: Any, *, detached: bool = False, **given: Any) -> WorkerGroup:
-            return WorkerGroup(pool, roles, runtime=cluster, **given)
+            made[given.get("name", "")] = WorkerGroup(pool, roles, runtime=cluster, **given)
+            return made[given.get("name", "")]
 
+        made: dict[str, WorkerGroup] = {}
+        group.attach = made.__getitem__
         monkeypatch.setattr(rollcast_ray, "RayWorkerGroup", group)
         monkeypatch.setattr(rollcast_ray.runtime, "RayRuntime", lambda **_: cluster)
         yield cluster
@@ -141,8 +145,9 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         )
         nodes = [replace(node, others={"accelerator_type:H100": 8.0}, free=None) for node in cluster.nodes()]
         h100s = SimpleNamespace(nodes=lambda: nodes)
-        rows = {"x": torch.arange(8).view(4, 2), "response_mask": torch.ones(4, 3, dtype=torch.bool)}
-        batch = DataProto.from_dict({**rows, "old_log_probs": torch.rand(4, 3)})
+        tokens = Jagged.from_lengths(torch.rand(10), torch.tensor([1, 2, 3, 4])).column()
+        mask = Jagged.from_lengths(torch.ones(10, dtype=torch.bool), torch.tensor([1, 2, 3, 4])).column()
+        batch = DataProto.from_dict({"x": torch.arange(8).view(4, 2), "response_mask": mask, "old_log_probs": tokens})
         namespace = names()
         namespace |= {"actor": actor, "critic": critic, "group": group, "batch": batch, "runtime": h100s}
         namespace |= {"config": {}, "a": batch.select(["x"]), "prompts": batch.select(["x"])}

@@ -196,8 +196,10 @@ def check_nox(arguments: list[str]) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    for word in arguments:
+    for before, word in zip(["", *arguments], arguments, strict=False):
         name = word.partition("/")[0]
+        if before == "-e" and MADE.fullmatch(word):
+            continue
         if word.startswith(("-", ".", "dist")) or (ROOT / name).exists() or not word.startswith("rollcast"):
             continue
         try:
