@@ -66,6 +66,8 @@ VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
     "orjson",
 ]
+#: The version of verl that rollcast-verl and the benchmarks are tested with.
+VERL = "verl==0.9.1"
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -226,6 +228,18 @@ def tests_verifiers(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_verl(session: nox.Session) -> None:
+    """Run rollcast-verl's tests with verl, and verl's own tests of its worker groups on rollcast."""
+    name = "rollcast-verl"
+    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verl"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
+    # verl's requirements pin older versions; the extra has what the tested parts of verl import.
+    session.install("-q", "--no-deps", VERL)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), "tests/test_verl_page.py")
+
+
+@nox.session
 def tests_trackers(session: nox.Session) -> None:
     """Run rollcast-trackers' tests with all tracker libraries."""
     name = "rollcast-trackers"
@@ -326,7 +340,7 @@ def bench_peers(session: nox.Session) -> None:
         session.run("python", "-m", "venv", str(theirs))
         pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
         session.run(*pip, "-c", str(CPU), *VERL_NEEDS, external=True)
-        session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
+        session.run(*pip, "--no-deps", VERL, external=True)
         python = str(theirs / "bin" / "python")
         for name in peers:
             session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)

@@ -17,15 +17,20 @@ from coverage.exceptions import CoverageException
 
 _INTERVAL_S = 1.0
 _exit = os._exit
+_saving = threading.Lock()
 
 
 def save() -> None:
-    """Write the lines that this process has run, if coverage.py measures it."""
+    """Write the lines that this process has run, if coverage.py measures it and no other thread is writing them."""
     measured = Coverage.current()
-    # A process at its end may have closed the file of its data.
-    with suppress(CoverageException, OSError, ValueError):
-        if measured is not None:
+    if measured is None or not _saving.acquire(timeout=_INTERVAL_S):
+        return
+    try:
+        # A process at its end may have closed the file of its data.
+        with suppress(CoverageException, OSError, ValueError):
             measured.save()
+    finally:
+        _saving.release()
 
 
 def exit_saved(status: int) -> NoReturn:
@@ -42,6 +47,8 @@ def _save_forever(pid: int) -> None:
 
 def start() -> None:
     """Start the thread that saves, in a process that coverage.py measures."""
+    global _saving  # noqa: PLW0603  # a process has one lock
+    _saving = threading.Lock()  # a thread of the process that was forked may have held the other
     if Coverage.current() is not None:
         threading.Thread(target=_save_forever, args=(os.getpid(),), name="coverage-saver", daemon=True).start()
 

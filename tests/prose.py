@@ -79,7 +79,7 @@ def findings(source: str) -> Iterator[str]:
 
 def page_findings(text: str) -> Iterator[str]:
     """Yield the faults in the prose of a Markdown page; code, links' targets and generated tables are left out."""
-    prose = _NOT_PROSE.sub(lambda found: "\n" if "\n" in found[0] else "_", text)
+    prose = _NOT_PROSE.sub(lambda found: "\n" if "\n" in found[0] else "·", text)
     for paragraph in re.split(r"\n\s*\n|\n(?= *[-|#] ?| *\d+\. )", prose):
         line = " ".join(paragraph.split())
         # A heading is a noun phrase, which may be a clause: "What a model takes in memory".

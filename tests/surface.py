@@ -21,14 +21,13 @@ COMMAND = "nox -s surface"
 
 _TITLE = f"""# API reference
 
-The names below are the declared surface of the core: what a plugin may import. Everything else is private to the
-core. A change of a signature is a change of the surface, with a line in the change log. This page is generated
-(`{COMMAND}`).
+These are the names of the core that a plugin may import: its declared surface. Everything else is private. Every change
+of a signature is listed in the change log. `{COMMAND}` generates this page.
 """
 
 
 def modules() -> list[str]:
-    """Return the names of the surface's modules; a new contract is found by itself."""
+    """Return the names of the surface's modules; new contracts are included."""
     contracts = importlib.import_module("rollcast.contracts")
     found = sorted(f"rollcast.contracts.{module.name}" for module in pkgutil.iter_modules(contracts.__path__))
     return ["rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins", *found]

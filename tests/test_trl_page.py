@@ -127,8 +127,9 @@ def test_the_script(rollcast: Commands) -> None:
     """GRPO with an asynchronous function and one that applies to half of the prompts, over conversations."""
     write_rows(rollcast.folder)
     (rollcast.folder / "my_rewards.py").write_text(titled_blocks(PAGE)["my_rewards.py"])
-    first, *arguments = shlex.split(titled_blocks(PAGE)["train.sh"].replace("\\\n", ""))
-    assert first == "rollcast"
+    lines = titled_blocks(PAGE)["train.sh"].replace("\\\n", "").splitlines()
+    preprocess, arguments = (shlex.split(line.removeprefix("rollcast ")) for line in lines)
+    rollcast.must_run(*preprocess)
     small = [each for each in SMALL if each.split("=")[0] not in " ".join(arguments)]
     rollcast.must_run(*arguments, *small, "runtime=local")
     run = rollcast.folder / "runs" / "digits"
@@ -181,8 +182,10 @@ def test_a_function_and_a_file_of_verl(rollcast: Commands, name: str) -> None:
     (rollcast.folder / "score.py").write_text(VERL)
     reward = ["reward=function", "reward.reward_kwargs.path=score.py", f"reward.reward_kwargs.name={name}"]
     reward += ["reward.reward_kwargs.bonus=0.5"] if name == "compute_score" else ["reward.reward_manager=batch"]
-    files = ["data.train_files=[train.parquet]", "data.val_files=[test.parquet]"]
-    rollcast.must_run("train", *SMALL, *reward, *files, "runtime=local", "trainer.total_steps=1", "run_dir=run")
+    rollcast.must_run("preprocess", "sort_digits", "--output", "digits")
+    files = ["data.train_files=[train.parquet]", "data.val_files=[test.parquet]", "data.preprocess=null"]
+    run = ["model.path=digits/model", "runtime=local", "trainer.total_steps=1", "run_dir=run"]
+    rollcast.must_run("train", *SMALL, *reward, *files, *run)
     (before, after) = read_metrics(rollcast.folder / "run")
     assert after["reward/errors"] == 0
     assert after["reward/digits"] >= 0

@@ -1,10 +1,8 @@
-"""Time to open, search and filter a report of 1,000 trajectories in Chromium, without a screen.
+"""Time to write, open, filter and search a report of 10,000 samples and 10,000 trajectories in headless Chromium.
 
-    pip install PyQt6-WebEngine
-    QT_QPA_PLATFORM=offscreen QTWEBENGINE_DISABLE_SANDBOX=1 python tests/benchmarks/bench_report.py [SCREENSHOT]
+    python tests/benchmarks/bench_report.py [--screenshot FILE] [--keep FOLDER]
 
-The report is written by the Python that has rollcast-report; with another one for the browser, write it first:
-``python tests/benchmarks/bench_report.py --write RUN_DIR``, then ``--open RUN_DIR/report.html``.
+Chromium is found on the path, or named by ``ROLLCAST_BROWSER``.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import random
 import struct
 import sys
 import tempfile
@@ -19,50 +18,39 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROLLOUTS, STEPS, TURNS = 100, 10, 3
-_READ = """(() => {
-  const entry = performance.getEntriesByType("navigation")[0];
-  return JSON.stringify({
-    loaded: entry.loadEventEnd, parsed: entry.domInteractive,
-    items: document.querySelectorAll("#trajectory-list .item").length,
-    messages: document.querySelectorAll("#trajectory article").length,
-    marked: (() => { [...document.querySelectorAll("#trajectory .tabs button")].at(-1).click();
-      const found = document.querySelectorAll("#trajectory mark").length;
-      document.querySelector("#trajectory .tabs button").click(); return found; })(),
-    foreign: document.querySelectorAll("#trajectory img, #trajectory script, #trajectory-list img").length,
-    ran: window.ran === true, count: document.getElementById("trajectory-count").textContent,
-  });
-})()"""
-_USE = """(() => {
-  const timed = (id, value) => {
-    const control = document.getElementById("trajectory-" + id);
-    const start = performance.now();
-    control.value = value;
-    control.dispatchEvent(new Event("input"));
-    document.getElementById("trajectory-list").getBoundingClientRect();
-    const took = performance.now() - start;
-    return [took, document.getElementById("trajectory-count").textContent];
-  };
-  return JSON.stringify({
-    search: timed("search", "result 7 of rollout 42"), again: timed("search", "result 7 of rollout 4"),
-    clear: timed("search", ""), step: timed("step", "3"), end: timed("end", "error"), reset: timed("end", ""),
-    kind: timed("kind", "positive"), order: timed("order", "low"),
-  });
-})()"""
+sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "rollcast-report" / "tests"))
+
+from report_browser import Browser, Page, find_browser
+
+from rollcast_report.report import write_report
+
+ROLLOUTS, STEPS, TURNS = 100, 100, 3
+VALIDATIONS, PROMPTS = 20, 500
+#: What a reader does: control, its value, and what it is.
+_ACTIONS = (
+    ("search", "result 7 of rollout 42", "search: a phrase"),
+    ("search", "no such words in any text", "search: nothing found"),
+    ("search", "e", "search: a letter that all have"),
+    ("search", "", "search cleared"),
+    ("step-low", "50", "filter: from step 50"),
+    ("end", "error", "filter: end"),
+    ("reward-low", "0.5", "filter: reward from 0.5"),
+    ("order", "low", "order: lowest reward first"),
+)
 
 
 def _packed(values: list[float], form: str) -> str:
     return base64.b64encode(struct.pack(f"<{len(values)}{form}", *values)).decode()
 
 
-def _segment(turn: int, sampled: bool, text: str) -> dict[str, Any]:
+def _segment(turn: int, sampled: bool, text: str, version: int = 0) -> dict[str, Any]:
     count = max(1, len(text) // 4)
     return {
         "turn": turn,
         "sampled": sampled,
         "token_ids": _packed([7] * count, "i"),
         "log_probs": _packed([-0.5] * count, "f") if sampled else None,
-        "weight_versions": [[turn, count]] if sampled else [],
+        "weight_versions": [[version, count]] if sampled else [],
         "text": text,
     }
 
@@ -80,7 +68,9 @@ def _line(step: int, rollout: int) -> str:
         last = turn == TURNS - 1
         calls = {} if last else {"tool_calls": [{"id": f"call-{turn}", "type": "function", "function": call}]}
         messages.append({"role": "assistant", "content": thought, **calls})
-        segments.append(_segment(turn, True, thought + ("" if last else json.dumps(call))))
+        segments.append(
+            _segment(turn, True, thought + ("" if last else json.dumps(call)), max(0, step - 1 - rollout % 3))
+        )
         if not last:
             result = f"result {turn + 6} of rollout {rollout}: " + "0123456789 " * 60
             messages.append({"role": "tool", "name": "multiply", "tool_call_id": f"call-{turn}", "content": result})
@@ -106,74 +96,94 @@ def _line(step: int, rollout: int) -> str:
     )
 
 
-def write(run_dir: Path) -> Path:
-    from rollcast_report.report import write_report
+def _samples() -> list[str]:
+    """Samples of about 1,100 characters of words that do not repeat each other."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
+    lines = []
+    for validation in range(VALIDATIONS):
+        for number in range(PROMPTS):
+            correct = draw.random() < validation / VALIDATIONS
+            lines.append(
+                json.dumps(
+                    {
+                        "step": validation * STEPS // VALIDATIONS,
+                        "prompt": f"question {number} " + " ".join(draw.choices(words, k=40)),
+                        "response": " ".join(draw.choices(words, k=130)),
+                        "ground_truth": str(number),
+                        "data_source": ("gsm8k", "math")[number % 2],
+                        "finished": draw.random() < 0.9,
+                        "score": float(correct),
+                        "correct": correct,
+                    }
+                )
+            )
+    return lines
 
+
+def write(run_dir: Path) -> Path:
     folder = run_dir / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
     for step in range(1, STEPS + 1):
         lines = [_line(step, rollout) for rollout in range(ROLLOUTS)]
         (folder / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
-    metrics = [json.dumps({"step": step, "reward/mean": step / STEPS}) for step in range(1, STEPS + 1)]
-    (run_dir / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
+    (run_dir / "samples.jsonl").write_text("\n".join(_samples()) + "\n")
+    metrics = [
+        {"step": step, "reward/mean": step / STEPS, "rollout/weight_version": step} for step in range(1, STEPS + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
     start = time.perf_counter()
     path = write_report(run_dir)
-    took = time.perf_counter() - start
-    print(f"written in {took:.2f} s: {path}, {path.stat().st_size / 1e6:.1f} MB")
+    print(f"written in {time.perf_counter() - start:.2f} s, {path.stat().st_size / 1e6:.1f} MB")
     return path
 
 
-def open_in_browser(path: Path, screenshot: str | None) -> None:
-    from PyQt6.QtCore import QTimer, QUrl
-    from PyQt6.QtWebEngineCore import qWebEngineChromiumVersion
-    from PyQt6.QtWebEngineWidgets import QWebEngineView
-    from PyQt6.QtWidgets import QApplication
+def _act(page: Page, control: str, value: str) -> tuple[float, str]:
+    """Return the milliseconds from the change of a control until the list is laid out, and what is shown."""
+    took, count = page.run(
+        f"""(() => {{
+          const control = document.getElementById("explorer-{control}");
+          const start = performance.now();
+          control.value = {json.dumps(value)};
+          control.dispatchEvent(new Event("input", {{ bubbles: true }}));
+          document.getElementById("explorer-list").getBoundingClientRect();
+          return [performance.now() - start, document.getElementById("explorer-count").textContent];
+        }})()"""
+    )
+    return float(took), str(count)
 
-    app = QApplication(sys.argv[:1])
-    view = QWebEngineView()
-    view.resize(1280, 1100)
-    view.show()
-    start = time.perf_counter()
 
-    def picture() -> None:
-        if screenshot:
-            view.grab().save(screenshot)
-        app.quit()
-
-    def used(answer: str) -> None:
-        for name, (milliseconds, count) in json.loads(answer).items():
-            print(f"{name}: {milliseconds:.0f} ms, {count}")
-        view.page().runJavaScript("document.querySelector('.trajectories').scrollIntoView()")
-        QTimer.singleShot(1500, picture)
-
-    def read(answer: str) -> None:
-        print(answer)
-        view.page().runJavaScript(_USE, used)
-
-    def loaded(ok: bool) -> None:
-        wall = time.perf_counter() - start
-        print(f"Chromium {qWebEngineChromiumVersion()}: loaded {ok}, {wall:.2f} s with the start of its processes")
-        QTimer.singleShot(200, lambda: view.page().runJavaScript(_READ, read))
-
-    view.loadFinished.connect(loaded)
-    view.load(QUrl.fromLocalFile(str(path.resolve())))
-    QTimer.singleShot(60_000, app.quit)
-    app.exec()
+def measure(path: Path, program: str, screenshot: Path | None) -> None:
+    with Browser.started(program) as browser:
+        print(browser.call("Browser.getVersion", {})["product"])
+        page = browser.new_page()
+        page.emulate(1280, 1000)
+        page.open(path)
+        page.wait("performance.getEntriesByName('explorer-texts').length")
+        ready, texts = (
+            page.run(f"performance.getEntriesByName('explorer-{name}')[0].startTime") for name in ("ready", "texts")
+        )
+        print(f"list shown after {ready / 1000:.2f} s, all texts can be searched after {texts / 1000:.2f} s")
+        for control, value, name in _ACTIONS:
+            took, count = _act(page, control, value)
+            print(f"{name}: {took:.0f} ms, {count}")
+        heap = page.call("Runtime.getHeapUsage")
+        print(f"memory of the script: {heap['usedSize'] / 1e6:.0f} MB")
+        if screenshot is not None:
+            page.run("document.querySelector('.explorer').scrollIntoView()")
+            page.screenshot(screenshot)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("screenshot", nargs="?")
-    parser.add_argument("--write", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--open", type=Path, metavar="REPORT")
+    parser.add_argument("--screenshot", type=Path, metavar="FILE")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directory there")
     arguments = parser.parse_args()
-    if arguments.write:
-        write(arguments.write)
-    elif arguments.open:
-        open_in_browser(arguments.open, arguments.screenshot)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            open_in_browser(write(Path(folder)), arguments.screenshot)
+    program = find_browser()
+    if program is None:
+        parser.error("there is no Chromium on the path; ROLLCAST_BROWSER may name one")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(write(arguments.keep or Path(folder)), program, arguments.screenshot)
 
 
 if __name__ == "__main__":

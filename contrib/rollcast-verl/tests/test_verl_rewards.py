@@ -94,5 +94,5 @@ def test_what_verls_managers_cannot_do_is_refused() -> None:
         options: Mapping[str, Any] = {"overlong_buffer_cfg": OVERLONG["overlong_buffer_cfg"]}
         build_reward_manager("verl_dapo", build_reward("verl"), RewardSettings(), options)(SAMPLES)
     unknown = RewardSample("", "x", "y", "nobody", response_ids=(1,))
-    with pytest.raises(RewardError, match="verl's reward manager 'naive' failed.*nobody"):
+    with pytest.raises(RewardError, match=r"verl's reward manager 'naive' failed.*nobody"):
         build_reward_manager("verl_naive", build_reward("verl"), RewardSettings())([unknown])

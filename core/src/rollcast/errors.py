@@ -1,4 +1,4 @@
-"""All errors that rollcast raises on purpose.
+"""The error classes of rollcast.
 
 All derive from :class:`RollcastError`. Each class also derives from the standard exception that a caller would
 expect, and keeps its fields when pickled, because errors are sent from workers to the controller.
@@ -17,7 +17,7 @@ def _rebuild(cls: type[RollcastError], args: tuple[Any, ...], state: dict[str, A
 
 
 class RollcastError(Exception):
-    """Base class of all errors that rollcast raises on purpose."""
+    """Base class of the errors of rollcast."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))

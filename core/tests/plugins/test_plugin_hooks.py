@@ -273,11 +273,22 @@ def test_check_reports_listeners_and_trackers_that_would_hear_nothing(make_dist)
         class Deaf(BaseTracker):
             @hookimpl
             def on_metrics(self, metric): ...
+        class Misspelt(BaseTracker):
+            @hookimpl
+            def on_checkpoint_save(self, step): ...
+        class Unmarked(BaseTracker):
+            def on_metrics(self, step, metrics): ...
     """
-    points = {GROUP: {"h": "tp_deaf"}, "rollcast.trackers": {"t": "tp_deaf:Deaf"}}
+    points = {
+        GROUP: {"h": "tp_deaf"},
+        "rollcast.trackers": {"t": "tp_deaf:Deaf", "m": "tp_deaf:Misspelt", "u": "tp_deaf:Unmarked"},
+    }
     make_dist("deaf", points, {"tp_deaf.py": source})
     modules = ["rollcast.contracts.hooks", "rollcast.contracts.tracker"]
-    rows = {row.name: row for row in report(check=True, groups=points, registries=modules)}
-    assert (rows["h"].state, rows["t"].state) == ("broken", "broken")
+    found = report(check=True, groups=points, registries=modules)
+    rows = {row.name: row for row in found if row.distribution == "deaf"}
+    assert {row.state for row in rows.values()} == {"broken"}
+    assert "did you mean 'on_checkpoint_saved'?" in rows["m"].cause
+    assert "on_metrics, which is never called" in rows["u"].cause
     assert "did you mean 'on_step_end'?" in rows["h"].cause
     assert "'metric'; the hook has: trainer, step, metrics" in rows["t"].cause

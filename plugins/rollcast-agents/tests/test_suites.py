@@ -15,7 +15,7 @@ from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.runner import GuardedEnvironment, Limits
 from rollcast_agents.testing import AgentLoopSuite, EnvironmentSuite, RendererSuite, ScriptedSession, ToolSuite
 from rollcast_agents.tools.functions import FunctionTool
-from rollcast_testing import PreprocessorSuite
+from rollcast_testing import CommandSuite, PreprocessorSuite
 
 
 class Guess:
@@ -123,3 +123,11 @@ def test_a_bad_environment_fails_its_suite(check):
 class TestEpisodes(PreprocessorSuite):
     name = "episodes"
     columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt", "index")}
+
+
+class TestReplayTrajectoriesCommand(CommandSuite):
+    name = "replay-trajectories"
+
+
+class TestValidateTaskCommand(CommandSuite):
+    name = "validate-task"

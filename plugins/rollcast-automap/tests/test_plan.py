@@ -121,6 +121,18 @@ def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
     assert found["notes"] == ["the data files were not read"]
 
 
+def test_float32_on_a_gpu_is_noted(config_folder: Path) -> None:
+    def notes(*changes: str) -> str:
+        return "\n".join(make_plan(gsm8k(config_folder, *changes), read_data=False).as_dict()["notes"])
+
+    slow = ("actor.engine.param_dtype=null", "actor.engine.model_dtype=fp32")
+    said = notes("placement.device=cuda", *slow)
+    assert "actor.engine computes in float32, which is slow on cuda" in said
+    assert "try actor.engine.param_dtype=bf16 actor.engine.use_remove_padding=true" in said
+    assert "float32" not in notes("placement.device=cuda", "actor.engine.param_dtype=bf16")
+    assert "float32" not in notes("placement.device=cpu", *slow)
+
+
 def test_a_reference_by_itself_and_the_exact_kl_count(config_folder: Path) -> None:
     def pool(*changes: str) -> dict[str, Any]:
         plan = make_plan(gsm8k(config_folder, "trainer.total_steps=1", *changes), read_data=False)

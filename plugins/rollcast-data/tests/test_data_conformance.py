@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rollcast_data.contract import datasets, preprocessors
 from rollcast_data.files import write_jsonl, write_parquet
-from rollcast_testing import DatasetSuite, PreprocessorSuite
+from rollcast_testing import CommandSuite, DatasetSuite, PreprocessorSuite
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
@@ -80,3 +80,7 @@ def test_every_part_of_this_distribution_is_tested_here() -> None:
         ours = {name for name in registry.names() if registry.find(name).distribution == "rollcast-data"}
         here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, suite)]
         assert {case.name for case in here if case is not suite} == ours  # type: ignore[attr-defined]
+
+
+class TestPreprocessCommand(CommandSuite):
+    name = "preprocess"

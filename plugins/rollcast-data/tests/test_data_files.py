@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: bytes, complain
 def test_unknown_extension(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("x")
-    with pytest.raises(DataError, match=r"'\.csv'; known ones: \.jsonl, \.parquet"):
+    with pytest.raises(DataError, match=r"'\.csv'; known ones: \.jsonl, \.json, \.parquet"):
         read_rows(path)
 
 
@@ -121,3 +122,38 @@ def test_columns() -> None:
         row.get("q", "data.prompt_key")
     with pytest.raises(DataError, match="null in column 'none'"):
         row.get("none")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_file_is_a_list_or_lines(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "rows.json"
+    for text in (json.dumps(ROWS, indent=indent), "\n" + "".join(json.dumps(row) + "\n" for row in ROWS)):
+        path.write_text(text)
+        rows = read_rows(path)
+        assert [dict(row.values) for row in rows] == ROWS
+        assert rows[1].location.startswith(f"{path}:")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('[{"a": 1}, 2]', r"rows\.json:2: a row has to be a JSON object, this is int"),
+        ('[{"a": 1},', r"rows\.json: not JSON"),
+        ('[{"a": "\\ud800"}]', r"rows\.json:1: the row has a lone surrogate"),
+        ("[]", r"rows\.json holds no rows"),
+        ("[" * 500 + "]" * 500, r"nested more than 100 levels deep"),
+    ],
+)
+def test_bad_json_lists(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError, match=complaint):
+        read_rows(tmp_path / "rows.json")
+
+
+def test_a_name_of_the_hub_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"hf download trl-lib/tldr --repo-type dataset --local-dir tldr"):
+        expand_files(["trl-lib/tldr"])
+    with pytest.raises(DataError) as caught:
+        expand_files(["data/train.jsonl"])
+    assert "hf download" not in str(caught.value)

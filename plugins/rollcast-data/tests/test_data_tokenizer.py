@@ -93,3 +93,11 @@ def test_generation_configs_without_ids(tmp_path: Path, make_tokenizer: Make, te
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"model\.path: .*{says}"):
         read_stop_token_ids(tmp_path, make_tokenizer())
+
+
+def test_a_name_of_the_hub_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir Qwen2\.5-0\.5B, and set model\.path"
+    ):
+        load_tokenizer("Qwen/Qwen2.5-0.5B")

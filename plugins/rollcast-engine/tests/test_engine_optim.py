@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from rollcast import build_section
 from rollcast.contracts.engine import OptimConfig
 from rollcast.errors import ConfigError, PluginNotFoundError
-from rollcast_engine.optim import build_optimizer, check_optim, optimizers, prime_optimizer
+from rollcast_engine.optim import build_optimizer, check_optim, optimizers, prime_optimizer, set_lr
 from rollcast_engine.schedule import learning_rate, warmup_steps
 
 DECAYING = ("linear", "cosine", "wsd")
@@ -202,3 +203,17 @@ def test_priming_makes_state_and_changes_no_parameter() -> None:
     module(inputs).sum().backward()
     with pytest.raises(RuntimeError, match="between a backward pass and its step"):
         prime_optimizer(other)
+
+
+def test_eight_bit_adam_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs torchao.*pip install 'rollcast-engine\[torchao\]'"):
+        build_optimizer([nn.Parameter(torch.zeros(3))], OptimConfig(optimizer="adamw_8bit"))
+
+
+def test_a_learning_rate_in_a_tensor_stays_in_it() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=torch.tensor(0.5))
+    rate = optimizer.param_groups[0]["lr"]
+    set_lr(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from rollcast.contracts.engine import OptimConfig
 from rollcast_engine.optim import optimizers
-from rollcast_testing import OptimizerSuite
+from rollcast_testing import CommandSuite, OptimizerSuite
 
 
 class TestAdamw(OptimizerSuite):
@@ -44,3 +44,7 @@ class TestSgd(OptimizerSuite):
 def test_every_optimizer_of_this_distribution_is_tested_here() -> None:
     ours = {name for name in optimizers.names() if optimizers.find(name).distribution == "rollcast-engine"}
     assert ours == {"adamw", "sgd"}
+
+
+class TestExportCommand(CommandSuite):
+    name = "export"

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from rollcast.contracts.engine import ForwardSettings, OptimConfig
 from rollcast.contracts.worker import WorkerContext
 from rollcast_engine.weights import WeightFolder
+from rollcast_fsdp import model
 from rollcast_fsdp.engine import FsdpEngine
 
 
@@ -24,16 +25,26 @@ def load(context: WorkerContext, folder: Path, **options: Any) -> dict[str, Any]
         counts.append(self.bytes_read)
         close(self)
 
+    whole: list[bool] = []
+    load_whole = model._load_whole
+
+    def loading_whole(*args: Any) -> Any:
+        whole.append(True)
+        return load_whole(*args)
+
     WeightFolder.close = closing  # type: ignore[method-assign]
+    model._load_whole = loading_whole
     try:
         engine = scenarios.build(context, folder, trained=False, **options)
     finally:
         WeightFolder.close = close  # type: ignore[method-assign]
+        model._load_whole = load_whole
     held = sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
         for parameter in engine.module.parameters()
     )
     return {
+        "loaded_whole": bool(whole),
         "weights": scenarios.weights(engine),
         "buffers": dict(engine.module.named_buffers()),
         "read": sum(counts),

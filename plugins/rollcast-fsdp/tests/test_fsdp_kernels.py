@@ -62,7 +62,8 @@ def test_packs_of_any_length_and_number_of_rows_are_compiled_once(
             engine.train_batch(batch, scenarios.nll, ForwardSettings())
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
-    assert set(graphs) == {graphs[0]}, f"graphs after each batch: {graphs}"
+    # The first length may happen to be that of another dimension, which makes a second set of graphs.
+    assert len(set(graphs[1:])) == 1, f"graphs after each batch: {graphs}"
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from rollcast.errors import ConfigError
 from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
@@ -134,7 +141,18 @@ def test_rotary_frequencies_are_computed_anew(ranks: Any, tmp_path: Path) -> Non
         assert_equal(result["buffers"], expected)
 
 
-def test_a_model_that_transformers_rearranges_is_loaded_whole(ranks: Any, tmp_path: Path) -> None:
+def test_weights_are_read_by_part_whatever_transformers_initializes(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before version 5, transformers computed the buffers of rotary embeddings in their constructors only."""
+    expected = dict(plain_model(model_folder).named_buffers())
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda self, module: None)
+    alone = loading.load(ALONE, model_folder)
+    assert alone["read"] == alone["held"]
+    assert_equal(alone["buffers"], expected)
+
+
+def test_a_model_that_transformers_rearranges_is_loaded_by_one_rank(ranks: Any, tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path / "moe", weights=False)
     config = Qwen2MoeConfig(
         vocab_size=91,
@@ -150,7 +168,9 @@ def test_a_model_that_transformers_rearranges_is_loaded_whole(ranks: Any, tmp_pa
     )
     Qwen2MoeForCausalLM(config).save_pretrained(folder)
     expected = plain_weights(AutoModelForCausalLM.from_pretrained(folder))
-    for result in ranks.run(loading.load, folder=folder):
+    results = ranks.run(loading.load, folder=folder)
+    assert [result["loaded_whole"] for result in results] == [True, False]
+    for result in results:
         assert_equal(result["weights"], expected)
 
 

@@ -5,6 +5,7 @@ The device is a recording stand-in on a CPU; values have to survive the moves al
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import fsdp_scenarios as scenarios
@@ -14,11 +15,11 @@ from fake_streams import RecordingStream
 from torch import nn
 
 import rollcast_fsdp.engine as engine_module
-from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.engine import ForwardSettings, OptimConfig
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.offload import ActivationOffload
 from rollcast_fsdp.residency import Residency
-from rollcast_testing.tiny import random_batch
+from rollcast_testing.tiny import random_batch, tiny_model_folder
 
 ALONE = scenarios.ALONE
 OFFLOADS = {"param_offload": True, "optimizer_offload": True}
@@ -90,6 +91,34 @@ def test_a_checkpoint_is_of_the_weights_in_host_memory(model_folder: Path, tmp_p
     again.load_checkpoint(tmp_path / "one")
     assert update(again, 5) == update(engine, 5)
     assert stream.default_copies == 0
+
+
+def test_eight_bit_moments_move_as_they_are_and_are_kept_in_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchao.optim")
+    # torchao compiles its step, which takes minutes on a CPU and changes no number beyond rounding.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    folder = tiny_model_folder(tmp_path / "m", vocab=2048, hidden=64)
+    optim = OptimConfig(optimizer="adamw_8bit", lr=1e-3, eps=scenarios.EPS)
+    plain, whole = (scenarios.build(ALONE, folder, optim=each) for each in (optim, replace(optim, optimizer="adamw")))
+    engine = scenarios.build(ALONE, folder, optim=optim, **OFFLOADS)
+    stream = RecordingStream()
+    engine.residency = Residency(engine.module, engine.optimizer, stream)
+    for seed in (0, 10):
+        stream.events.clear()
+        assert update(engine, seed) == update(plain, seed)
+        update(whole, seed)
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    # A quarter of float32 each, with scales of 256 numbers, and small parameters whole.
+    assert stream.bytes_moved()["to device"] < weights + 2 * weights * 0.3
+    expected = scenarios.weights(whole)
+    for name, tensor in scenarios.weights(engine).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-3)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    again = scenarios.build(ALONE, folder, optim=optim)
+    again.load_checkpoint(tmp_path / "checkpoint")
+    assert update(again, 20) == update(engine, 20)
 
 
 def test_training_leaves_no_gradients_and_no_cache(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,41 @@ def train(
     }
 
 
-def save(context: WorkerContext, folder: Path, checkpoint: Path, steps: int = 3, **options: Any) -> dict[str, Any]:
-    """Two steps, a checkpoint, and some steps more."""
+def save(
+    context: WorkerContext, folder: Path, checkpoint: Path, steps: int = 3, background: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Two steps, a checkpoint, and some steps more; in the background, the steps change what is being written."""
     engine = build(context, folder, **options)
     for seed in range(2):
         step(engine, seed)
-    engine.save_checkpoint(checkpoint)
+    (engine.start_checkpoint if background else engine.save_checkpoint)(checkpoint)
     saved, noise = weights(engine), torch.rand(2)
     history = [step(engine, seed) for seed in range(2, 2 + steps)]
+    if not engine.finish_checkpoint(wait=True):
+        raise RuntimeError("the checkpoint is not complete after the wait for it")
     return {"saved": saved, "noise": noise, "history": history, "after": weights(engine), "lr": engine.current_lr()}
+
+
+def write_slowly(context: WorkerContext, folder: Path, checkpoint: Path) -> tuple[bool, bool]:
+    """Whether a checkpoint whose files take a while is complete when it was started, and after the wait for it."""
+    from rollcast_megatron.writer import ShardWriter
+
+    go_on, write = threading.Event(), ShardWriter.write
+
+    def late(self: ShardWriter, group: Any = None) -> None:
+        go_on.wait(60)
+        write(self, group)
+
+    engine = build(context, folder)
+    ShardWriter.write = late  # type: ignore[method-assign]
+    try:
+        engine.start_checkpoint(checkpoint)
+        step(engine, 0)
+        before = engine.finish_checkpoint(wait=False)
+        go_on.set()
+        return before, engine.finish_checkpoint(wait=True)
+    finally:
+        ShardWriter.write = write  # type: ignore[method-assign]
 
 
 def resume(context: WorkerContext, folder: Path, checkpoint: Path, steps: int = 3, **options: Any) -> dict[str, Any]:

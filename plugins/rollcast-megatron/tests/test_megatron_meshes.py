@@ -13,6 +13,7 @@ import megatron_plain
 import megatron_scenarios as scenarios
 import pytest
 import torch
+from megatron_models import family_folder
 
 from rollcast_testing.ranks import Ranks
 
@@ -48,7 +49,7 @@ def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
         pytest.param("qwen3", True, {**SP2, "recompute_granularity": "selective"}, id="sp2-qwen3-tied-recompute"),
         pytest.param("qwen3", False, {**PP2, **FULL_RECOMPUTE}, id="pp2-qwen3-recompute"),
         pytest.param("qwen2", True, {**TP2, "head_chunk_size": 3}, id="tp2-qwen2-tied-chunks"),
-        pytest.param("llama", True, PP2, id="pp2-llama-tied"),
+        pytest.param("llama", True, {**PP2, "num_layers_in_first_pipeline_stage": 1}, id="pp2-llama-tied-uneven"),
     ],
 )
 def test_two_ranks_are_plain_transformers(
@@ -56,6 +57,12 @@ def test_two_ranks_are_plain_transformers(
 ) -> None:
     folder = model_of(family, tied)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases on the projections, with norms on the heads
+def test_ranks_share_a_key_value_head(two_ranks: Ranks, tmp_path: Path, family: str) -> None:
+    folder = family_folder(tmp_path / "model", family, False, num_key_value_heads=1)
+    assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **TP2))
 
 
 @pytest.mark.parametrize("keys", [pytest.param(TP2, id="tp2"), pytest.param(PP2, id="pp2")])

@@ -21,6 +21,7 @@ from rollcast.errors import ConfigError
 from rollcast_engine.batching import dummy_micro_batch, plan_batch
 from rollcast_megatron.inputs import decoder_inputs
 from rollcast_megatron.maps import FusedQkv, FusedRows, families, find_map
+from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
 from rollcast_megatron.weights import hf_shapes
 from rollcast_testing.ranks import Ranks
@@ -56,7 +57,7 @@ def test_maps_name_every_parameter_once(family: str, tied: bool, tmp_path: Path)
     config = family_config(family, tied)
     config.save_pretrained(tmp_path)
     mesh: Any = type("Mesh", (), {"pipeline_size": 2, "tensor_size": 1, "tensor_rank": 0})
-    placed = list(Plan(find_map(config), mesh, False).weights())
+    placed = list(Plan(find_map(config), mesh, False, (2, 2)).weights())
     names = [name for one in placed if not one.is_copy for name in one.weight.sources]
     assert sorted(names) == sorted(hf_shapes(ModelConfig(str(tmp_path)), "language_model"))
     copies = [one.weight.sources for one in placed if one.is_copy]
@@ -220,3 +221,41 @@ def test_the_pages_map_is_a_map(tmp_path: Path) -> None:
         torch.testing.assert_close(given, plain_log_probs(plain_model(tmp_path), batch)[0].detach(), rtol=0, atol=1e-5)
         with pytest.raises(ConfigError, match="sliding_window=64"):
             find_map(MistralConfig(sliding_window=64))
+
+
+def test_fused_kernels_run_on_cuda_if_their_extension_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollcast_megatron import build, module
+
+    assert not any(build.fused_kernels(on_cuda=False).values())
+    for installed in (False, True):
+        monkeypatch.setattr(module, "has_transformer_engine", lambda found=installed: found)
+        monkeypatch.setattr(build, "find_spec", lambda _name, found=installed: object() if found else None)
+        kernels = build.fused_kernels(on_cuda=True)
+        assert kernels["bias_activation_fusion"]
+        assert kernels["bias_dropout_fusion"]
+        assert kernels["apply_rope_fusion"] is installed
+        assert kernels["gradient_accumulation_fusion"] is installed
+
+
+@pytest.mark.parametrize(
+    ("stages", "first", "last", "layers", "expected"),
+    [
+        (1, None, None, 5, (5,)),
+        (2, None, None, 4, (2, 2)),
+        (3, None, None, 4, None),
+        (2, 1, None, 4, (1, 3)),
+        (2, None, 1, 4, (3, 1)),
+        (2, 1, 3, 4, (1, 3)),
+        (2, 1, 2, 4, None),
+        (4, 1, 1, 6, (1, 2, 2, 1)),
+        (4, 1, 1, 3, None),
+        (4, 3, None, 9, (3, 2, 2, 2)),
+    ],
+)
+def test_layers_of_stages(stages: int, first: int | None, last: int | None, layers: int, expected: Any) -> None:
+    config = MegatronConfig(
+        pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    assert config.stage_layers(layers) == expected

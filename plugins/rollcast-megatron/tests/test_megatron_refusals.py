@@ -87,11 +87,21 @@ def test_only_its_own_config() -> None:
 @pytest.mark.parametrize(
     ("keys", "changes", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, {}, r"does not divide the model's 2 key-value heads; .*heads: 1, 2"),
+        ({"tensor_model_parallel_size": 8}, {}, r"does not divide the model's 4 attention heads; .*heads: 1, 2, 4"),
+        (
+            TP2,
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48},
+            r"does not divide the model's 3 key-value heads; .*heads: 1, 3, 6, 12",
+        ),
         (TP2, {"intermediate_size": 45}, r"does not divide the model's 45 rows of the MLP"),
         ({"pipeline_model_parallel_size": 3}, {}, r"does not divide the model's 4 layers; .*sizes that fit: 1, 2, 4"),
+        (
+            {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1},
+            {},
+            r"num_layers_in_first_pipeline_stage is 1: .*3 of the model's 4 layers are left for the 2 other stages",
+        ),
     ],
-    ids=["heads", "mlp", "layers"],
+    ids=["heads", "key-value-heads", "mlp", "layers", "uneven"],
 )
 def test_models_that_the_mesh_cannot_split(
     tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], message: str
@@ -104,10 +114,10 @@ def test_models_that_the_mesh_cannot_split(
 
 def test_a_size_that_the_model_refuses_is_named_with_its_role(tmp_path: Path) -> None:
     family_config("llama", False).save_pretrained(tmp_path)
-    keys = MegatronConfig(tensor_model_parallel_size=4)
-    context = replace(scenarios.ALONE, world_size=4)
+    keys = MegatronConfig(tensor_model_parallel_size=8)
+    context = replace(scenarios.ALONE, world_size=8)
     setup = EngineSetup("value_model", ModelConfig(str(tmp_path)), keys, None, context, section="critic")
-    with pytest.raises(ConfigError, match=r"^critic\.engine\.tensor_model_parallel_size is 4, which does not divide"):
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.tensor_model_parallel_size is 8, which does not divide"):
         MegatronEngine(setup).initialize()
 
 

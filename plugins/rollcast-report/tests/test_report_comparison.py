@@ -117,7 +117,10 @@ def test_bands_come_from_what_was_recorded() -> None:
     assert find_band("val/accuracy", accuracy) is None
     counted = find_band("val/accuracy", {**accuracy, "val/samples": [(0, 100.0), (10, 100.0)]})
     assert counted is not None and [step for step, _, _ in counted.points] == [0, 10] and "Wilson" in counted.method
-    bounds = {"val/acc/mean@4/low": [(0, 0.4), (10, 0.5)], "val/acc/mean@4/high": [(0, 0.6), (10, None)]}
+    bounds: dict[str, Any] = {
+        "val/acc/mean@4/low": [(0, 0.4), (10, 0.5)],
+        "val/acc/mean@4/high": [(0, 0.6), (10, None)],
+    }
     recorded = find_band("val/accuracy", {**accuracy, "val/acc/mean@4": [(0, 0.5)], **bounds})
     assert recorded is not None and recorded.points == [(0, 0.4, 0.6)] and "bootstrap" in recorded.method
     mine = find_band("mine", {"mine": [(1, 2.0)], "mine/low": [(1, 1.0)], "mine/high": [(1, 3.0)]})

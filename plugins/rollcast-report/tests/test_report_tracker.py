@@ -130,7 +130,7 @@ def test_metrics_of_the_user_have_curves(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = _page(write_report(tmp_path))
     drawn = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg" and "aria-label" in attrs]
-    assert [label.partition(":")[0] for label in drawn] == ["actor/odd", "mine", "reward/<b>"]
+    assert [str(label).partition(":")[0] for label in drawn] == ["actor/odd", "mine", "reward/<b>"]
 
 
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:

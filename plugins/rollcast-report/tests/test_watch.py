@@ -45,7 +45,7 @@ def _text(run: Path, width: int = 100) -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     _status(tmp_path)
-    _append(tmp_path, 0, val__accuracy=0.25)
+    _append(tmp_path, 0, val__accuracy=0.25, time__validate_s=9.0)
     for step in range(1, 5):
         _append(
             tmp_path,
@@ -68,6 +68,7 @@ def test_a_frame_has_what_the_run_recorded(run: Path) -> None:
     for part in ("2 s/step", "▁▃▅▆█", "accuracy 25.0 % (step 0)", "1.5 s  generate", "process 1.25 GB", "3 waiting"):
         assert part in text, part
     assert "mean 0.5, most 1 versions" in text and "version 4, sent in 0.03 s" in text
+    assert "validate" not in text  # step 0 had one, the last step had none
     assert text.index("1.5 s  generate") < text.index("0.5 s  update_actor")
     assert max(map(len, _text(run, 60).splitlines())) <= 60
 
@@ -130,6 +131,18 @@ def test_a_run_that_starts(tmp_path: Path) -> None:
     assert frame.state == "starting" and "waiting for the first step" in _text(tmp_path)
     with pytest.raises(DataError, match="no such folder"):
         Follower(tmp_path / "nothing").read()
+
+
+def test_a_warm_start_is_shown_while_it_is_on(tmp_path: Path) -> None:
+    warm = tmp_path / "warm_start"
+    warm.mkdir()
+    (tmp_path / ".lock").write_text("host 1")
+    _append(warm, 3)
+    _status(warm)
+    follower = Follower(tmp_path)
+    assert (follower.read().name, follower.read().step) == (f"{tmp_path.name}: warm start", 3)
+    _status(warm, "finished")
+    assert (follower.read().state, follower.read().step) == ("starting", None)  # and watching goes on
 
 
 def test_once_prints_one_frame_also_of_a_finished_run(run: Path) -> None:

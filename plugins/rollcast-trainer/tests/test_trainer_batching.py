@@ -13,6 +13,7 @@ from rollcast.contracts.algorithm import AdvantageInputs, advantages, needs_of
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_trainer.batch.groups import mean_interval
 from rollcast_trainer.batch.mini_batches import count_denominators, draw_mini_batches, plan_update
 from rollcast_trainer.batch.sizes import BatchAlgebra
 from rollcast_trainer.stages.advantage import estimate_advantages
@@ -216,3 +217,14 @@ def test_a_row_without_trained_tokens_has_no_part_in_its_group(name: str, chunk_
     for whole, part in zip(found, expected, strict=True):
         assert torch.equal(whole.take(kept).values, part.values)
         assert not whole.take(failed.nonzero().flatten()).values.any()
+
+
+def test_the_interval_of_the_mean_counts_prompts_and_not_rows() -> None:
+    uid = torch.tensor([0, 0, 1, 1, 2, 2])
+    score = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5, 0.5])
+    bounds = mean_interval(uid, score)
+    # Three means 1, 0 and 0.5: a standard deviation of 0.5, so 1.96 * 0.5 / sqrt(3) on either side of 0.5.
+    assert bounds == pytest.approx((0.5 - 0.565795, 0.5 + 0.565795), abs=1e-5)
+    assert mean_interval(uid + 7, score) == bounds  # numbers of groups may have gaps
+    assert mean_interval(torch.zeros(4, dtype=torch.int64), torch.rand(4)) is None
+    assert mean_interval(uid[:0], score[:0]) is None

@@ -28,6 +28,25 @@ def test_workers_change_no_score(small_task: SmallTask, tmp_path: Path) -> None:
     assert pools["rewards"]["calls"]["reward"]
 
 
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_functions_of_trl_get_batch_and_progress(small_task: SmallTask, tmp_path: Path, place: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def step(prompts, completions, trainer_state, log_metric, **kwargs):\n"
+        "    log_metric('samples', len(completions))\n"
+        "    return [10 * trainer_state.max_steps + trainer_state.global_step + len(p) / 100 for p in prompts]\n"
+    )
+    chosen = [
+        "reward.name=trl",
+        "~reward.reward_kwargs.path",
+        f"+reward.reward_kwargs.reward_funcs=['{tmp_path / 'mine.py'}:step']",
+    ]
+    changes = [*chosen, "trainer.total_steps=2", "data.val_files=[]", *(POOL if place == "there" else [])]
+    launch(small_task.ppo(tmp_path / "run", *changes))
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert [row["reward/mean"] for row in rows] == pytest.approx([20.04, 21.04], abs=0.02)
+    assert [row["reward/step/samples"] for row in rows] == [16, 16]
+
+
 def test_groups_are_scored_by_workers_as_they_end(small_task: SmallTask, tmp_path: Path) -> None:
     changes = [*BESIDE, *POOL, "trainer.max_staleness=1", "trainer.total_steps=3", "data.val_files=[]"]
     launch(small_task.ppo(tmp_path, *changes))

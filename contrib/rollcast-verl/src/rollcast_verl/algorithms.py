@@ -141,7 +141,10 @@ def _components(inputs: AdvantageInputs, mask: Tensor) -> dict[str, Any]:
     parts = {name.removeprefix(REWARD_COMPONENT): inputs.columns[name].cpu().numpy() for name in names}
     # verl places a component at the last token that is there, which here is the last one of the policy.
     there = mask.long().flip(-1).cummax(-1).values.flip(-1)
-    batch = {"prompts": there.new_zeros(len(mask), 1), "attention_mask": torch.nn.functional.pad(there, (1, 0), value=1)}
+    batch = {
+        "prompts": there.new_zeros(len(mask), 1),
+        "attention_mask": torch.nn.functional.pad(there, (1, 0), value=1),
+    }
     return {"non_tensor_batch": parts, "batch": batch}
 
 
@@ -152,8 +155,8 @@ def policy_loss(name: str) -> PolicyLoss:
     """Return a policy loss that calls verl's loss ``name``; verl is imported at the first call.
 
     verl's losses return one number; rollcast aggregates losses per token over the whole mini-batch. The adapter takes
-    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's. A function
-    that does not call ``agg_loss`` (``geo_mean``) returns a mean over the micro-batch, which each of its tokens gets.
+    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's. Where a
+    function does not call ``agg_loss`` (``geo_mean``), each token of the micro-batch gets the number that it returns.
     Metrics are numbers for a micro-batch; their names lose the prefix ``actor/``.
     """
 

@@ -112,7 +112,8 @@ def _from_dataproto(batch: Any) -> tuple[dict[str, Any], _Entry]:
 
 
 def _from_tensordict(batch: Any) -> tuple[dict[str, Any], _Entry]:
-    columns, meta = {}, {}
+    columns: dict[str, Any] = {}
+    meta: dict[str, Any] = {}
     for name in batch.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
         value = batch.get(name)
         if isinstance(value, tensordict.NonTensorData):
@@ -131,9 +132,13 @@ def _canonical(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, in
     """Move the ragged dimension of jagged columns to 1, as rollcast stores them; return it for each moved column."""
     found, ragged = dict(columns), {}
     for name, column in columns.items():
-        if isinstance(column, torch.Tensor) and column.is_nested and (dim := int(column._ragged_idx)) != 1:  # type: ignore[attr-defined]
-            values = column.values().movedim(dim - 1, 0).contiguous()
-            found[name] = torch.nested.nested_tensor_from_jagged(values, column.offsets())
+        if not isinstance(column, torch.Tensor) or not column.is_nested:
+            continue
+        nested: Any = column
+        dim = int(nested._ragged_idx)
+        if dim != 1:
+            values = nested.values().movedim(dim - 1, 0).contiguous()
+            found[name] = torch.nested.nested_tensor_from_jagged(values, nested.offsets())
             ragged[name] = dim
     return found, ragged
 
@@ -160,7 +165,8 @@ def _to_tensordict(length: int, columns: Mapping[str, Any], entry: _Entry) -> An
 
 
 def _stack(column: np.ndarray) -> Any:
-    return tensordict.NonTensorStack.from_list([tensordict.NonTensorData(item) for item in column])
+    items: list[Any] = [tensordict.NonTensorData(item) for item in column]
+    return tensordict.NonTensorStack.from_list(items)
 
 
 def _joined(entries: Sequence[_Entry]) -> dict[str, Any]:

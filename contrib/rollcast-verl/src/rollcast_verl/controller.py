@@ -385,10 +385,10 @@ class _RemoteMethod:
         return rollcast_ray.RayRuntime.shared().call(self.host, self.role, self.path, call, "send")
 
 
-class _Name(str):
+class _Name(str):  # noqa: SLOT000
     """The name of a worker, which finds the worker in any process of the cluster."""
 
-    __slots__ = ("handle",)
+    handle: Any
 
     def __new__(cls, text: str, handle: Any) -> Self:
         made = super().__new__(cls, text)
@@ -565,14 +565,14 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 raise DispatchError(f"no worker {prefix!r} in this group; there are: {', '.join(inside) or 'none'}")
             view = object.__new__(type(self))
             kept = ("name_prefix", "resource_pool", "device_name", "profile_steps", "worker_nsight_options", "_lease")
-            vars(view).update({name: getattr(self, name) for name in kept})
+            view.__dict__.update({name: getattr(self, name) for name in kept})
             view._use(self.group, self.ray_cls_with_init, prefix)
             views[prefix] = view
         return views
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make the groups of :meth:`spawn` attributes of this one."""
-        vars(self).update(self.spawn(prefix_set))
+        self.__dict__.update(self.spawn(prefix_set))
 
     # -- calls
 
@@ -658,7 +658,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._workers
 
     @property
-    def worker_names(self) -> list[str]:
+    def worker_names(self) -> Sequence[str]:
         """Names of the workers, for :meth:`from_detached`, also in another process."""
         return self._worker_names
 
@@ -718,7 +718,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     base = bases.pop() if len(bases) == 1 else Worker
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
+        base.__init__(self, *args, **kwargs)  # type: ignore[misc]  # the class is made below
         self.fused_worker_dict = {}
         for name, (cls, given, named) in parts.items():
             self.fused_worker_dict[name] = cls(*given, **named)

@@ -18,12 +18,12 @@ Translate = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key of verl.
+    """Translation of a key of verl.
 
     Attributes:
         theirs: verl's key; ``.*`` at its end stands for all keys below.
         ours: rollcast's key or option; empty if there is none.
-        note: what differs, or why there is no counterpart.
+        note: the difference, or the reason why there is no counterpart.
         translate: function that makes the overrides; None to copy the value.
         leaves_out: value of verl that needs no override, such as null for "not set".
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollcast import compose, format_override
@@ -30,13 +30,13 @@ _DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 
 @dataclass(frozen=True)
 class Line:
-    """What became of a key of verl.
+    """Result of the translation of a key of verl.
 
     Attributes:
         key, value: verl's key and its value.
         state: outcome.
         overrides: keys and values of rollcast that the key sets.
-        note: what differs, or why there is no counterpart.
+        note: the difference, or the reason why there is no counterpart.
     """
 
     key: str
@@ -89,7 +89,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), complete: bool = Fals
         ConfigError: the file or an override cannot be read.
         CapabilityError: verl is not installed.
     """
-    config = OmegaConf.create({})
+    config: DictConfig | ListConfig = OmegaConf.create({})
     try:
         if complete:
             folder = Path(str(need_verl("verl", "the defaults of verl").__file__)).parent
@@ -132,12 +132,12 @@ def translate(config: DictConfig) -> Translation:
 
 def _leaves(node: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
     for name in node:
-        key = f"{prefix}{name}"
+        key = f"{prefix}{name!s}"
         try:
-            value = node[name]
+            value: Any = node[name]
         except OmegaConfBaseException:
             # An interpolation of a key that is not in this file.
-            value = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index,call-overload]
+            value = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index]
             yield key, value
             continue
         if isinstance(value, DictConfig) and value:

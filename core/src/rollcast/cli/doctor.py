@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, Overrides, Traceback, print_lines
+from rollcast.contracts.command import ConfigDir, Overrides, Traceback, print_lines, show_progress
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,7 +52,8 @@ def doctor(
         raise PluginNotFoundError(
             f"--only {unknown[0]}: there is no such check or distribution; there are: {', '.join(sorted(known))}"
         )
-    rows = examine(_build_setup(overrides or (), config_dir), only or ())
+    with show_progress("examining machine and installation"):
+        rows = examine(_build_setup(overrides or (), config_dir), only or ())
     counts = {state: sum(row.finding.state == state for row in rows) for state in _STYLES}
     if as_json:
         typer.echo(json.dumps({"counts": counts, "findings": [row.as_dict() for row in rows]}, indent=2))

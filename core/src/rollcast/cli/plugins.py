@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.contracts.command import Traceback, print_lines
+from rollcast.contracts.command import Traceback, print_lines, show_progress
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,7 +40,11 @@ def plugins(
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
-    rows = check_all(groups) if check else report(False, groups)
+    if check:
+        with show_progress("importing plugins"):
+            rows = check_all(groups)
+    else:
+        rows = report(False, groups)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:

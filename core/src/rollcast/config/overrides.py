@@ -166,10 +166,9 @@ def explain_option(group: str, option: str, options: Sequence[str], broken: Iter
         )
         return "\n".join([message, *broken])
     message = f"{where}{group}={option}: no installed plugin provides it; installed: {', '.join(options) or 'none'}"
-    close = nearest(option, options)
-    if close:
-        message += f"; did you mean {group}={close}?"
     provider = find_known(registry).get(option)
     if provider:
         message += f"; to add it: pip install {provider}"
+    elif close := nearest(option, options):
+        message += f"; did you mean {group}={close}?"
     return "\n".join([message, *broken])

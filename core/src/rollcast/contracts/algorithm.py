@@ -557,7 +557,7 @@ def _draw_columns(needs: Needs, mask: Tensor) -> dict[str, Tensor]:
 
 
 def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Run ``prepare`` as a trainer does, with all tokens in one row, and give its columns the batch's shape."""
+    """Run ``prepare`` as a trainer does, with all tokens in one row; return its columns in the batch's shape."""
     shape = inputs.response_mask.shape
     flat: dict[str, Tensor] = {
         name: getattr(inputs, name).reshape(1, -1) for name in ("old_log_probs", "advantages", "response_mask")

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -152,7 +152,7 @@ class ProgressLine:
         label: name of the task, such as ``prompts``.
         done: number of finished items.
         total: number of all items; None if unknown.
-        note: what is being worked on.
+        note: name of the item in work.
     """
 
     def __init__(self, label: str, total: int | None = None, done: int = 0) -> None:
@@ -305,7 +305,7 @@ def _bar(label: str, total: int | None, done: int, console: Console) -> Iterator
 
 def track(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
     """Yield items and show how many are finished; see :func:`show_progress`."""
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with show_progress(label, total) as line:
         for item in items:

@@ -63,17 +63,17 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """Return a finding about something that is as it should be."""
+    """Return a finding without a problem."""
     return Finding(name, "ok", found)
 
 
 def warning(name: str, found: str, mend: str) -> Finding:
-    """Return a finding about something that a run may suffer from."""
+    """Return a finding that may affect a run."""
     return Finding(name, "warning", found, mend)
 
 
 def problem(name: str, found: str, mend: str) -> Finding:
-    """Return a finding about something that makes a run fail."""
+    """Return a finding that makes a run fail."""
     return Finding(name, "problem", found, mend)
 
 

@@ -81,8 +81,8 @@ class RewardResult:
         token_scores: one score for each token in ``sample.response_ids``, or None.
         turn_scores: one score for each turn of ``sample.turn_ids``, in order, or None. A manager places each score
             at the turn's last token and returns them as ``token_scores``. Excludes ``token_scores``.
-        columns: further columns of the sample in ``samples.jsonl`` and the report, such as an extracted answer; values
-            without a JSON form are logged as text.
+        columns: further columns of the sample in ``samples.jsonl`` and in the sample tables of trackers, such as an
+            extracted answer; values without a JSON form are logged as text.
     """
 
     score: float

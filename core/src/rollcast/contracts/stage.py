@@ -73,7 +73,7 @@ class StageRun(Protocol):
         """Return a section of the configuration as an instance of its dataclass."""
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the metrics of the step."""
+        """Add metrics to those of the step."""
 
     def workers(self, role: str) -> Any:
         """Return the worker group of a role; only available during a step."""

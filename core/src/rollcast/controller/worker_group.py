@@ -295,7 +295,7 @@ class WorkerGroup:
 
     @property
     def launch_spec(self) -> LaunchSpec | None:
-        """The specification of the group; None if it was attached to."""
+        """The specification of the group; None for an attached group."""
         launched = self._shared.launched
         return None if launched is None else launched.spec
 

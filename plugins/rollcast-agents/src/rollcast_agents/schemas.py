@@ -46,7 +46,7 @@ class AgentConfig(Budget):
     max_tool_response_length: Positive = 8192
     """Maximum characters of a tool's result that the model sees; the middle of a longer result is cut out."""
     tool_timeout_s: Seconds = 30.0
-    """Timeout of one tool call in seconds; the model is told about it."""
+    """Timeout of one tool call in seconds; the model reads a message about it."""
     tool_concurrency: Positive | None = None
     """Maximum concurrent calls of one tool in a process, unless the tool sets its own limit; null for no limit."""
     environment: str | None = None

@@ -58,7 +58,7 @@ class FilterGroupsConfig:
     """Number in which the samples of a group must differ: `score` before a manager shaped it, `shaped_score`,
     `accuracy`, or an extra number of the reward."""
     max_num_gen_batches: Positive = 10
-    """Batches of prompts per step, at most; the step then goes on with what it has."""
+    """Batches of prompts per step, at most; the step then continues with the batches that it has."""
 
 
 @config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.admission import AdmissionSettings, admissions
+from rollcast.contracts.device import find_device
 from rollcast.errors import ConfigError
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory.memory_facts import placed_roles, plan_memory
@@ -69,6 +70,7 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
     plan.sections["roles"] = _roles(trainer)
     plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes, device_bytes)]
     _note_generation(trainer, plan.notes)
+    _note_precision(trainer, plan.notes)
     warm_start = trainer.task.trainer.warm_start
     if warm_start is not None:
         plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
@@ -171,6 +173,22 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
             f"{algebra.rows_per_rank} rows on a rank do not divide into micro-batches of {rows}: the last is smaller; "
             f"nearest that do: actor.ppo_micro_batch_size_per_gpu={nearest(rows, valid)}"
         )
+
+
+def _note_precision(trainer: LoopTrainer, notes: list[str]) -> None:
+    """Add a note if the actor computes in float32 on a GPU, which then runs at a fraction of its speed."""
+    task = trainer.task
+    on_gpu = find_device(task.placement.device).name != "cpu"
+    if not on_gpu or task.engine_class.compute_dtype(task.engine) != "float32":
+        return
+    fitting = {"param_dtype": "bf16", "use_remove_padding": True, "use_fused_kernels": True}
+    missing = {key: value for key, value in fitting.items() if key in vars(task.engine)}
+    advice = " ".join(f"actor.engine.{key}={str(value).lower()}" for key, value in missing.items())
+    advice = advice or "actor.engine.dtype=bf16"
+    notes.append(
+        f"actor.engine computes in float32, which is slow on {task.placement.device} and takes twice bf16's memory for "
+        f"activations; try {advice}"
+    )
 
 
 def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:

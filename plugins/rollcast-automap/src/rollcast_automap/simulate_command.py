@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, Overrides, build_console
+from rollcast.contracts.command import ConfigDir, Overrides, build_console, track
 from rollcast.errors import ConfigError
 from rollcast_automap.costs.length_curve import read_samples
 
@@ -114,7 +114,7 @@ def simulate(
     admission = admissions.get(task.trainer.admission)
     rows: list[SimulatedRow] = []
     turns_s: float | None = None
-    for value in _values(staleness):
+    for value in track(_values(staleness), "simulated runs"):
         turns_s = turns_s or _turns_seconds(lengths, plan)
         rows.append(simulate_row(admission(AdmissionSettings(value, size)), lengths, plan, turns_s))
     if as_json:

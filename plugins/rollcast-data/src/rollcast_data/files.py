@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files: read with errors that name file and row, written atomically."""
+"""Rows of JSONL, JSON and Parquet files: read with errors that name file and row, written atomically."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import glob
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ _DEEPEST_ROW = 100
 
 @dataclass(frozen=True)
 class Row:
-    """A row and its position: a line of a JSONL file, or a row of a Parquet file, from 1."""
+    """A row and its position, from 1: a line of a JSONL file, an item of a JSON list, or a row of a Parquet file."""
 
     values: Mapping[str, Any]
     path: Path
@@ -95,7 +96,13 @@ def expand_files(patterns: Sequence[str | Path]) -> list[Path]:
 def _missing_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"{path} does not exist: there is no folder {folder.absolute()}"
+        hint = ""
+        if _HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in _READERS:
+            hint = (
+                f"; for a dataset of the Hugging Face Hub, run hf download {path} --repo-type dataset "
+                f"--local-dir {path.name}, and name its files, such as '{path.name}/**/train-*.parquet'"
+            )
+        return f"{path} does not exist: there is no folder {folder.absolute()}{hint}"
     names = sorted(each.name for each in folder.iterdir() if each.is_file())
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     if near:
@@ -119,10 +126,9 @@ def read_rows(path: Path) -> list[Row]:
         DataError: unknown extension, empty file, a line that is not a JSON object (with its
             number), or a Parquet file that does not open.
     """
-    readers: dict[str, Callable[[Path], list[Row]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    reader = readers.get(path.suffix.lower())
+    reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"{path} has the extension {path.suffix!r}; known ones: {', '.join(readers)}")
+        raise DataError(f"{path} has the extension {path.suffix!r}; known ones: {', '.join(_READERS)}")
     if not path.is_file():
         raise DataError(_missing_file(path))
     rows = reader(path)
@@ -156,6 +162,26 @@ def _read_jsonl(path: Path) -> list[Row]:
             _require_text(value, line, f"{path}:{number}")
             rows.append(Row(value, path, number))
     return rows
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Read a file that is one list of objects, or has an object in each line, as many files of this name do."""
+    with path.open("rb") as file:
+        start = next((line.lstrip()[:1] for line in file if line.strip()), b"")
+    if start != b"[":
+        return _read_jsonl(path)
+    try:
+        values = json.loads(path.read_bytes())
+        _require_shallow(values)
+    except RecursionError as error:
+        raise DataError(f"{path}: a row is nested more than {_DEEPEST_ROW} levels deep") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for number, value in enumerate(values, 1):
+        if not isinstance(value, dict):
+            raise DataError(f"{path}:{number}: a row has to be a JSON object, this is {type(value).__name__}")
+        _require_text(value, b"\\u", f"{path}:{number}")
+    return [Row(value, path, number) for number, value in enumerate(values, 1)]
 
 
 def _require_shallow(value: Any) -> None:
@@ -215,6 +241,16 @@ def _require_small_rows(path: Path, metadata: Any) -> None:
                 f"{_LONGEST_ROW >> 20} MiB a row"
             )
         first += group.num_rows
+
+
+#: Readers by the extension of a file.
+_READERS: dict[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+#: A name of the Hugging Face Hub, which is also a relative path.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

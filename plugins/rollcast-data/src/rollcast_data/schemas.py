@@ -19,7 +19,7 @@ class DataConfig:
     dataset: str = "prompts"
     """Registry name of the dataset."""
     train_files: list[str] = field(default_factory=list)
-    """Training rows: JSONL or Parquet files; globs are expanded in sorted order."""
+    """Training rows: JSONL, JSON or Parquet files; globs are expanded in sorted order."""
     val_files: list[str] = field(default_factory=list)
     """Validation rows, as `train_files`."""
     prompt_key: str = "prompt"

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 __all__ = [
     "OptimizerFactory",
     "adamw",
+    "adamw_8bit",
     "build_optimizer",
     "check_optim",
     "learning_rate",
     "optimizers",
     "prime_optimizer",
+    "set_lr",
     "sgd",
 ]
 
@@ -113,6 +115,37 @@ def adamw(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Opt
     return optimizer
 
 
+def adamw_8bit(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
+    """Return torchao's AdamW with both moments in 8 bits and a scale for each block of 256 numbers.
+
+    The moments take 2.03 bytes per parameter instead of 8 in float32. Parameters with fewer than 4,096 numbers keep
+    float32 moments. Options are torchao's: ``block_size``, ``bf16_stochastic_round``.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.optimizer=adamw_8bit needs torchao, which cannot be imported ({error}); "
+            "pip install 'rollcast-engine[torchao]'"
+        ) from error
+    beta1, beta2 = optim.betas
+    options = {"betas": (beta1, beta2), "eps": optim.eps, "weight_decay": optim.weight_decay, **optim.optimizer_kwargs}
+    optimizer: Optimizer = AdamW8bit(list(parameters), lr=lr, **options)
+    return optimizer
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups; torchao's optimizers keep it in a tensor, which must stay the same."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
 def sgd(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
     """Stochastic gradient descent; ``momentum`` and ``nesterov`` are set by ``optim.optimizer_kwargs``."""
     return torch.optim.SGD(parameters, lr=lr, weight_decay=optim.weight_decay, **optim.optimizer_kwargs)
@@ -132,15 +165,19 @@ def prime_optimizer(optimizer: Optimizer) -> None:
         return
     if any(parameter.grad is not None for parameter in parameters):
         raise RuntimeError("an optimizer cannot be primed between a backward pass and its step")
-    keys: tuple[str, ...] = ("lr", "weight_decay")
-    before = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-    for group, kept in zip(optimizer.param_groups, before, strict=True):
-        group.update(dict.fromkeys(kept, 0.0))
+    rate = float(optimizer.param_groups[0]["lr"])
+    before = [group.get("weight_decay") for group in optimizer.param_groups]
+    set_lr(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     finally:
-        for group, kept in zip(optimizer.param_groups, before, strict=True):
-            group.update(kept)
+        set_lr(optimizer, rate)
+        for group, decay in zip(optimizer.param_groups, before, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
         optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast_engine.weights import INDEX_FILE
+from rollcast_engine.weights import DTYPES, INDEX_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,20 +26,7 @@ __all__ = ["SHARD_BYTES", "SafetensorsWriter"]
 #: Maximum size of a weights file in bytes, unless one tensor is larger.
 SHARD_BYTES = 5 << 30
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Reading tensors or parts of tensors from the safetensors of a Hugging Face folder, never a whole file at once."""
+"""Reading tensors or parts of tensors from the safetensors of a Hugging Face folder, never a whole file at once.
+
+Parts that are contiguous in a file are read, not mapped: the pages of a mapped file count as memory of the process for
+as long as it is open, and eight ranks of a node would touch all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +22,34 @@ from rollcast.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["INDEX_FILE", "WeightFolder", "describe_differences"]
+__all__ = ["DTYPES", "INDEX_FILE", "WeightFolder", "describe_differences"]
 
 INDEX_FILE = "model.safetensors.index.json"
 _READ_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError)
 
 Region = Sequence[slice]
 
+#: Names of dtypes in a header.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
 
 class WeightFolder:
     """The tensors of a folder's safetensors files by name.
 
-    Files are memory-mapped, and only requested parts are read. Their headers are read at construction.
+    Only requested parts are read. Headers are read at construction.
 
     Attributes:
         folder: folder of the files.
@@ -49,6 +70,7 @@ class WeightFolder:
         self.bytes_read = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
+        self._spots: dict[str, _Spot] = {}
         self._open: dict[Path, Any] = {}
         index = self._read_index() if files is None else None
         chosen = _find_files(folder, files, index)
@@ -74,6 +96,7 @@ class WeightFolder:
             for name in tensors.keys():  # noqa: SIM118  # it is no mapping
                 self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
                 self._files[name] = file
+            self._spots |= _read_spots(file)
         except _READ_ERRORS as error:
             raise ConfigError(f"weights file {file} cannot be read: {error}") from error
 
@@ -81,7 +104,9 @@ class WeightFolder:
         return name in self._files
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a tensor, or its part ``region`` (one slice per dimension); it may share memory with the mapped file.
+        """Return a tensor, or its part ``region`` (one slice per dimension).
+
+        It may share memory with the mapped file, unless it is contiguous there.
 
         Raises:
             KeyError: there is no such tensor.
@@ -90,8 +115,11 @@ class WeightFolder:
         file = self._files[name]
         try:
             tensors = self._open[file]
-            if region is None or not self.shapes[name]:
-                tensor: Tensor = tensors.get_tensor(name)
+            rows = _rows(self.shapes[name], region)
+            if rows is not None and name in self._spots:
+                tensor: Tensor = _read_rows(file, self._spots[name], self.shapes[name], rows)
+            elif region is None or not self.shapes[name]:
+                tensor = tensors.get_tensor(name)
             else:
                 tensor = tensors.get_slice(name)[tuple(region)]
         except _READ_ERRORS as error:
@@ -113,6 +141,51 @@ class WeightFolder:
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""
         self._open.clear()
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Position of a tensor's data in its file, in bytes, and its dtype."""
+
+    offset: int
+    dtype: torch.dtype
+
+
+def _read_spots(file: Path) -> dict[str, _Spot]:
+    """Return the position of each tensor whose dtype torch has; safetensors has checked the header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {
+        name: _Spot(8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]])
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in DTYPES
+    }
+
+
+def _rows(shape: Sequence[int], region: Region | None) -> slice | None:
+    """Return the rows of a region that has all of every other dimension; None for any other region."""
+    if not shape:
+        return None
+    if region is None:
+        return slice(0, shape[0])
+    whole = all(part == slice(0, size) for part, size in zip(region[1:], shape[1:], strict=True))
+    return region[0] if whole else None
+
+
+def _read_rows(file: Path, spot: _Spot, shape: Sequence[int], rows: slice) -> Tensor:
+    row = math.prod(shape[1:]) * spot.dtype.itemsize
+    data = torch.empty((rows.stop - rows.start) * row, dtype=torch.uint8)
+    if data.numel():
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(spot.offset + rows.start * row)
+            view, done = memoryview(data.numpy()), 0
+            while done < len(view):
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise OSError("the file ends before the tensor does")
+                done += count
+    return data.view(spot.dtype).view(rows.stop - rows.start, *shape[1:])
 
 
 def _find_files(folder: Path, files: Iterable[str] | None, index: Mapping[str, str] | None) -> list[Path]:

@@ -407,7 +407,7 @@ class RewardScorer:
         self._score_elsewhere = score_elsewhere
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
-        """Give samples the progress of a training run.
+        """Pass the progress of a training run to samples.
 
         Args:
             progress: function that returns the numbers of completed steps and of all steps.

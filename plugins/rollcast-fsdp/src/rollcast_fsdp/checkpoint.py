@@ -16,7 +16,6 @@ import logging
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from rollcast_engine.checkpoint_files import (
     write_sums,
 )
 from rollcast_engine.optim import prime_optimizer
+from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import agree
 from rollcast_engine.rng import derive_rng, restore_rng
 from rollcast_engine.shard_files import CheckedReader, SummingWriter
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelType
     from rollcast_fsdp.lora import Adapter
 
-__all__ = ["EngineState", "PendingSave", "load", "read_tensors", "save", "start_save"]
+__all__ = ["EngineState", "load", "read_tensors", "save", "start_save"]
 
 log = logging.getLogger(__name__)
 
@@ -123,30 +123,6 @@ class EngineState:
         }
 
 
-class PendingSave:
-    """A checkpoint in flight."""
-
-    def __init__(self, path: Path, written: Future[None]) -> None:
-        self._path = path
-        self._written = written
-
-    def finish(self, wait: bool) -> bool:
-        """Return True if the checkpoint is completely on disk.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if not wait and not self._written.done():
-            return False
-        try:
-            self._written.result()
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self._path} could not be written: {error}") from error
-        return True
-
-
 def save(path: Path, state: EngineState) -> None:
     """Write the folder; every rank must call.
 
@@ -203,10 +179,7 @@ def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) 
         if rank == 0:
             write_summary(path, "fsdp", summary)
 
-    executor = ThreadPoolExecutor(1, "checkpoint")
-    written = executor.submit(finish)
-    executor.shutdown(wait=False)
-    return PendingSave(path, written)
+    return PendingSave(path, finish)
 
 
 def _begin(path: Path, state: EngineState) -> None:

@@ -19,7 +19,7 @@ from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.keys import naming_keys
-from rollcast_engine.optim import build_optimizer
+from rollcast_engine.optim import build_optimizer, set_lr
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_engine.transfer import CopyStream
@@ -178,8 +178,7 @@ class FsdpEngine(TorchEngine):
             log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)
             optimizer.zero_grad(set_to_none=True)
             return norm, True
-        for group in optimizer.param_groups:
-            group["lr"] = self.current_lr()
+        set_lr(optimizer, self.current_lr())
         # The state stays on the device until the mode ends.
         self._residency().load(module=False, optimizer=True)
         optimizer.step()

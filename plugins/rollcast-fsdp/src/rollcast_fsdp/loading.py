@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,11 @@ from rollcast_engine.hf import ValueModel
 from rollcast_engine.weights import describe_differences
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from rollcast_engine.weights import WeightFolder
 
-__all__ = ["VALUE_HEAD", "Read", "fill_module", "local_region", "match_names", "names_by_tensor", "remake_buffers"]
+__all__ = ["VALUE_HEAD", "Read", "fill_module", "local_region", "match_names", "meta_parameters", "names_by_tensor"]
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,8 @@ def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor
     region = local_region(tensor)
     # Always a copy: a read tensor may share memory with a mapped file.
     local = torch.empty([each.stop - each.start for each in region], dtype=tensor.dtype, device=device)
-    if local.numel():
-        local.copy_(read(name, region))
+    # Also if this rank holds nothing of it: reading may be a collective.
+    local.copy_(read(name, region))
     value: Tensor = local
     if isinstance(tensor, DTensor):
         value = DTensor.from_local(
@@ -116,31 +115,23 @@ def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str]
     return matched
 
 
-def remake_buffers(module: nn.Module, folder: Path) -> bool:
-    """Recompute non-persistent buffers, such as the rotary embedding's frequencies, in host memory.
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Put every parameter that a module creates during the block on the meta device, and leave buffers as they are.
 
-    Returns:
-        False if the modules that own them cannot compute them.
+    Buffers are small, and modules compute them where they are created: in ``__init__``, whatever the version of
+    transformers. The memory of a parameter is never touched, because its initial value is written to the meta device.
     """
-    body: Any = module.body if isinstance(module, ValueModel) else module
-    saved = set(module.state_dict(keep_vars=True))
-    for prefix, part in module.named_modules():
-        names = [
-            name
-            for name, buffer in part.named_buffers(recurse=False)
-            if buffer.is_meta and f"{prefix}.{name}".removeprefix(".") not in saved
-        ]
-        if not names:
-            continue
-        for name in names:
-            buffer = part.get_buffer(name)
-            if not buffer.is_floating_point():
-                log.info("%s: buffer %s.%s cannot be recomputed", folder, prefix, name)
-                return False
-            setattr(part, name, torch.full(buffer.shape, float("nan"), dtype=buffer.dtype))
-        with torch.no_grad():
-            body._init_weights(part)
-        if any(bool(part.get_buffer(name).isnan().any()) for name in names):
-            log.info("%s: buffers of %s cannot be recomputed", folder, prefix)
-            return False
-    return True
+    register = nn.Module.register_parameter
+
+    def register_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = parameter.detach().to("meta")
+            parameter = type(parameter)(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

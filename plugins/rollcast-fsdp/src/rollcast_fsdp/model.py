@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
-from rollcast.errors import ConfigError
+from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config
+from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
-from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, remake_buffers
+from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters
 from rollcast_fsdp.lora import attach_adapter
 
 if TYPE_CHECKING:
@@ -28,19 +30,39 @@ __all__ = ["ModelPlan", "build_module", "enable_checkpointing"]
 log = logging.getLogger(__name__)
 
 
+class BroadcastWeights:
+    """Weights that rank 0 has as a whole and sends to the other ranks, one tensor at a time.
+
+    Args:
+        whole: the complete module on rank 0; None on the others.
+    """
+
+    def __init__(self, whole: nn.Module | None) -> None:
+        self._state = None if whole is None else whole.state_dict()
+
+    def read(self, name: str, region: Sequence[slice], like: Tensor, device: torch.device) -> Tensor:
+        """Return a region of a tensor; all ranks read the same tensors in the same order."""
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if self._state is not None:
+            tensor.copy_(self._state[name])
+        dist.broadcast(tensor, src=0)
+        return tensor[tuple(region)]
+
+
 @dataclass
 class ModelPlan:
     """A module, and the source of its weights.
 
     Attributes:
-        module: on the meta device until :meth:`fill` if ``source`` is set; otherwise complete, in host memory.
-        source: safetensors of the folder; None if the module is complete.
+        module: its parameters are on the meta device until :meth:`fill` if ``source`` is set; otherwise it is complete,
+            in host memory.
+        source: safetensors of the folder, or rank 0; None if the module is complete.
         names: for each tensor of the module, without its adapter, the name in ``source``.
         adapter: adapter inside the module; None without LoRA.
     """
 
     module: nn.Module
-    source: WeightFolder | None = None
+    source: WeightFolder | BroadcastWeights | None = None
     names: dict[str, str] | None = None
     adapter: Adapter | None = None
 
@@ -53,17 +75,21 @@ class ModelPlan:
         if self.source is None:
             self.module.to(device)
             return
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict(keep_vars=True).items()}
-        fill_module(self.module, lambda name, region: self._read(name, region, shapes[name]), device)
+        tensors: dict[str, Tensor] = self.module.state_dict(keep_vars=True)
+        fill_module(self.module, lambda name, region: self._read(name, region, tensors[name], device), device)
         self.module.to(device)  # non-persistent buffers
-        log.info("%.1f MB of weights read from %s", self.source.bytes_read / 1e6, self.source.folder)
-        self.source.close()
+        if isinstance(self.source, WeightFolder):
+            log.info("%.1f MB of weights read from %s", self.source.bytes_read / 1e6, self.source.folder)
+            self.source.close()
+        self.source = None
 
-    def _read(self, name: str, region: Sequence[slice], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, region: Sequence[slice], like: Tensor, device: torch.device) -> Tensor:
         if self.adapter is not None:
             if self.adapter.owns(name):
-                return self.adapter.initial(name, shape)[tuple(region)]
+                return self.adapter.initial(name, tuple(like.shape))[tuple(region)]
             name = self.adapter.base_name(name)
+        if isinstance(self.source, BroadcastWeights):
+            return self.source.read(name, region, like, device)
         theirs = (self.names or {}).get(name)
         if theirs is None or self.source is None:
             return torch.zeros([each.stop - each.start for each in region])  # a value head starts at zero
@@ -74,7 +100,8 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
     """Return the module that the engine trains; the caller's RNG state is unchanged.
 
     Weights in safetensors are read after the module is sharded, so that no rank ever holds all of them. Random weights,
-    other formats, and models whose files transformers has to convert are first loaded whole on every rank.
+    other formats, and models whose files transformers has to convert are loaded whole by rank 0 alone, which sends each
+    rank its part.
 
     Raises:
         ConfigError: the folder is missing or incomplete, its architecture is not a causal LM, or the requested adapter
@@ -87,12 +114,12 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
         torch.manual_seed(setup.seed)
         plan = None if model.random_init else _plan_reading(setup, config, dtype)
         if plan is None:
-            plan = ModelPlan(_load_whole(setup, config, dtype))
+            plan = _plan_whole(setup, config, dtype)
         if model.trains_adapter:
             plan.adapter = attach_adapter(plan.module, model, setup.seed)
             if plan.source is None:
                 _fill_adapter(plan.module, plan.adapter)
-            else:
+            elif isinstance(plan.source, WeightFolder):
                 plan.adapter.base_fingerprint = plan.source.fingerprint()
     return plan
 
@@ -122,22 +149,47 @@ def _plan_reading(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelP
     if not any(folder.glob("*.safetensors*")) or getattr(config, "quantization_config", None) is not None:
         return None
     source = WeightFolder(folder)
-    try:
-        with torch.device("meta"):
-            module = _from_config(setup, config, dtype)
-    except (NotImplementedError, RuntimeError) as error:
-        log.info("%s cannot be built without memory for its weights: %s", folder, error)
-        return None
-    if not remake_buffers(module, folder):
+    module = _build_empty(setup, config, dtype)
+    if module is None:
         return None
     try:
         names = match_names(module, source, VALUE_HEAD if isinstance(module, ValueModel) else ())
     except ConfigError:
         if is_converted(module):
-            log.info("transformers has to convert the weights in %s, so every rank loads them whole", folder)
+            log.info("transformers has to convert the weights in %s, so a rank loads them whole", folder)
             return None
         raise
     return ModelPlan(module, source, names)
+
+
+def _plan_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelPlan:
+    """Return a plan with all weights in the memory of rank 0, or of every rank if the model can only be built whole."""
+    context = setup.context
+    empty = _build_empty(setup, config, dtype) if context.world_size > 1 else None
+    if empty is None:
+        return ModelPlan(_load_whole(setup, config, dtype))
+    whole, problem = None, ""
+    if context.rank == 0:
+        try:
+            whole = _load_whole(setup, config, dtype)
+        except ConfigError as error:
+            problem = str(error)
+    join_process_group(context)
+    try:
+        agree(problem, "", context.world_size)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return ModelPlan(empty, BroadcastWeights(whole))
+
+
+def _build_empty(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module | None:
+    """Return the module with its parameters on the meta device; None if it cannot be built so."""
+    try:
+        with meta_parameters():
+            return _from_config(setup, config, dtype)
+    except (NotImplementedError, RuntimeError) as error:
+        log.info("%s cannot be built without memory for its weights: %s", setup.model.path, error)
+        return None
 
 
 def _auto_class(setup: EngineSetup) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -124,14 +125,20 @@ _WEIGHT = ""
 
 
 def _replaced(tensor: Tensor, move: Callable[[Tensor, _Key], Tensor], key: _Key) -> Tensor:
-    """Return a tensor with moved data; of a sharded one, this rank's part moves."""
-    if not isinstance(tensor, DTensor):
-        return move(tensor.detach(), key)
-    return DTensor.from_local(
-        move(tensor.to_local().detach(), key),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    """Return a tensor with moved data; of a sharded one, this rank's part moves, of a quantized one, its parts."""
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            _replaced(tensor.to_local().detach(), move, key),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        owner, name = key
+        moved: Tensor = transform_subclass(
+            tensor, lambda part, inner: _replaced(inner, move, (owner, f"{name}.{part}"))
+        )
+        return moved
+    return move(tensor.detach(), key)

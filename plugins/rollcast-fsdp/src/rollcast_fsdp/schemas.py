@@ -20,7 +20,7 @@ class FsdpConfig:
     """Registry name of the engine."""
     fsdp_size: int = -1
     """Ranks that shard one copy of the model; -1 for all ranks of the group. A proper divisor of the group's size
-    gives a hybrid (HSDP): each group of that many ranks holds one copy.
+    selects hybrid sharding (HSDP): each group of that many ranks holds one copy.
     """
     ulysses_sequence_parallel_size: Positive = 1
     """Ranks that share each sequence and split its attention heads; needs `use_remove_padding`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,27 +33,45 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> None:
     Raises:
         EngineKeyError: it cannot; the message names the key, the model's size and valid values.
     """
-    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    tensor = config.tensor_model_parallel_size
     heads, groups = plan.transformer["num_attention_heads"], plan.transformer["num_query_groups"]
     for size, what in (
         (heads, "attention heads"),
-        (groups, "key-value heads"),
+        # Several ranks may share a key-value head.
+        (groups if groups > tensor or tensor % groups else tensor, "key-value heads"),
         (plan.transformer["ffn_hidden_size"], "rows of the MLP (intermediate_size)"),
     ):
         if size % tensor:
-            fitting = [n for n in range(1, min(heads, groups) + 1) if heads % n == 0 and groups % n == 0]
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
             raise EngineKeyError(
                 "tensor_model_parallel_size",
                 f"is {tensor}, which does not divide the model's {size} {what}; "
                 f"sizes that fit its heads: {', '.join(map(str, fitting))}",
             )
-    if plan.layers % stages:
-        fitting = [n for n in range(1, plan.layers + 1) if plan.layers % n == 0]
+    if config.stage_layers(plan.layers) is None:
+        _refuse_stages(plan.layers, config)
+
+
+def _refuse_stages(layers: int, config: MegatronConfig) -> None:
+    stages = config.pipeline_model_parallel_size
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    if first is None and last is None:
+        fitting = [n for n in range(1, layers + 1) if layers % n == 0]
         raise EngineKeyError(
             "pipeline_model_parallel_size",
-            f"is {stages}, which does not divide the model's {plan.layers} layers; "
-            f"sizes that fit: {', '.join(map(str, fitting))}",
+            f"is {stages}, which does not divide the model's {layers} layers; sizes that fit: "
+            f"{', '.join(map(str, fitting))}; or give the first or last stage another number of layers "
+            "(num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)",
         )
+    key = "num_layers_in_first_pipeline_stage" if first is not None else "num_layers_in_last_pipeline_stage"
+    between = stages - sum(each is not None for each in (first, last))
+    left = layers - sum(each for each in (first, last) if each is not None)
+    raise EngineKeyError(
+        key,
+        f"is {first if first is not None else last}: with num_layers_in_first_pipeline_stage={first} and "
+        f"num_layers_in_last_pipeline_stage={last}, {left} of the model's {layers} layers are left for the {between} "
+        "other stages, which have to share them evenly",
+    )
 
 
 @dataclass(frozen=True)
@@ -80,11 +99,13 @@ class Plan:
         map: map of the model.
         mesh: mesh of ranks.
         is_value_model: True if the model has a ``score`` instead of the vocabulary head.
+        stage_layers: number of layers of each pipeline stage.
     """
 
     map: ModelMap
     mesh: Mesh
     is_value_model: bool
+    stage_layers: tuple[int, ...]
 
     @property
     def rows(self) -> int:
@@ -100,13 +121,12 @@ class Plan:
         """Yield every parameter of the model, in the order of its layers."""
         model, last = self.map, self.mesh.pipeline_size - 1
         yield Placed(Weight(("embedding.word_embeddings.weight",), (model.embedding,), Split(0)), 0, True)
-        per_stage = model.layers // self.mesh.pipeline_size
-        for number in range(model.layers):
-            prefix = f"decoder.layers.{number % per_stage}."
+        places = ((stage, own) for stage, count in enumerate(self.stage_layers) for own in range(count))
+        for number, (stage, own) in enumerate(places):
             for weight in model.layer:
-                names = tuple(prefix + name for name in weight.names)
+                names = tuple(f"decoder.layers.{own}.{name}" for name in weight.names)
                 sources = tuple(source.format(layer=number) for source in weight.sources)
-                yield Placed(Weight(names, sources, weight.layout), number // per_stage)
+                yield Placed(Weight(names, sources, weight.layout), stage)
         yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last)
         if self.is_value_model:
             for name in ("score.weight", "score.bias"):
@@ -161,6 +181,8 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         **plan.map.transformer,
         "tensor_model_parallel_size": plan.mesh.tensor_size,
         "pipeline_model_parallel_size": plan.mesh.pipeline_size,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "sequence_parallel": config.sequence_parallel,
         "recompute_granularity": config.recompute_granularity,
         "recompute_method": config.recompute_method,
@@ -176,17 +198,29 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         # Micro-batches differ in shape, which megatron-core only allows with this dispatcher.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # These kernels need CUDA, or extensions that are not part of megatron-core.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
+        **fused_kernels(device.type == "cuda"),
     }
     if on_host:
         options["attention_backend"] = AttnBackend.local
     return TransformerConfig(**options)
+
+
+def fused_kernels(on_cuda: bool) -> dict[str, bool]:
+    """Return which of megatron-core's fused kernels run: those whose extension is installed, on CUDA only."""
+    from rollcast_megatron.module import has_transformer_engine
+
+    return {
+        # Compiled by megatron-core itself.
+        "bias_activation_fusion": on_cuda,
+        "bias_dropout_fusion": on_cuda,
+        # Transformer Engine's kernel; megatron-core's own needs interleaved rotary embeddings.
+        "apply_rope_fusion": on_cuda and has_transformer_engine(),
+        # Apex's kernel, which adds a weight's gradient to the float32 buffer in place.
+        "gradient_accumulation_fusion": on_cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # Attention with these is replaced by Transformer Engine's, or by PyTorch's.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
 
 
 def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
@@ -38,6 +39,7 @@ from rollcast_engine.checkpoint_files import (
     write_summary,
     write_sums,
 )
+from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import agree
 from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
 
@@ -49,8 +51,9 @@ if TYPE_CHECKING:
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
     from rollcast_megatron.weights import Shapes
+    from rollcast_megatron.writer import ShardWriter
 
-__all__ = ["ENGINE", "EngineState", "load", "save"]
+__all__ = ["ENGINE", "EngineState", "load", "save", "start_save"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ log = logging.getLogger(__name__)
 ENGINE = "megatron"
 #: Each layer has its own keys, so that another mesh can split the stages anywhere.
 _METADATA = {"non_homogeneous_layers": True}
+_WRITE_ERRORS = (CheckpointException, OSError, RuntimeError)  # RuntimeError: torch's own writer on a full disk
 _READ_ERRORS = (CheckpointException, OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
@@ -99,33 +103,87 @@ def save(path: Path, state: EngineState) -> None:
     Raises:
         CheckpointError: a rank could not write its part; every rank raises.
     """
-    from megatron.core import dist_checkpointing
+    _begin(path, state)
+    writer = _prepare(path, state, _sharded(state, state.optimizer))
+    _write(path, state.rank, state.mesh.world_size, writer, _summary(state), None)
 
-    from rollcast_megatron.writer import ShardWriter
 
+def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) -> PendingSave:
+    """Copy the state to host memory, and write the folder from there in a thread; every rank must call.
+
+    Args:
+        path: folder of the checkpoint.
+        state: state to save; it may change again once this returns.
+        group: process group of all ranks on CPU, not used by anything else meanwhile; None for a single rank.
+
+    Raises:
+        CheckpointError: a rank could not start writing; every rank raises.
+    """
+    _begin(path, state)
+    writer = _prepare(path, state, _copied(_sharded(state, state.optimizer)))
+    summary, rank, ranks = _summary(state), state.rank, state.mesh.world_size
+    return PendingSave(path, lambda: _write(path, rank, ranks, writer, summary, group))
+
+
+def _begin(path: Path, state: EngineState) -> None:
     try:
         make_folder(path, state.rank, _capture_rng())
         (path / SHARDS).mkdir(exist_ok=True)
         problem = ""
-    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
+    except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {error}"
     agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
+
+
+def _prepare(path: Path, state: EngineState, tensors: dict[str, Any]) -> ShardWriter:
+    """Return a writer of the tensors, once megatron-core has written all but the shards."""
+    from megatron.core import dist_checkpointing
+
+    from rollcast_megatron.writer import ShardWriter
+
+    writer = ShardWriter(path / SHARDS)
+    problem = ""
     try:
-        tensors = _sharded(state, state.optimizer)
         with _quiet():
-            dist_checkpointing.save(tensors, str(path / SHARDS), sharded_strategy=ShardWriter())
-        write_sums(path, state.rank)
-        problem = ""
-    except (CheckpointException, OSError, RuntimeError) as error:
+            dist_checkpointing.save(tensors, str(path / SHARDS), sharded_strategy=writer)
+    except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {describe_failure(error)}"
     agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
+    return writer
+
+
+def _write(
+    path: Path,
+    rank: int,
+    ranks: int,
+    writer: ShardWriter,
+    summary: dict[str, Any],
+    group: dist.ProcessGroup | None,
+) -> None:
+    problem = ""
     try:
-        if state.rank == 0:
-            write_summary(path, ENGINE, _summary(state))
-        problem = ""
-    except OSError as error:
-        problem = f"rank 0: {error}"
-    agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
+        with _quiet():
+            writer.write(group)
+        write_sums(path, rank, writer.sums)
+    except _WRITE_ERRORS as error:
+        problem = f"rank {rank}: {describe_failure(error)}"
+    agree(problem, f"checkpoint {path} could not be written", ranks, group)
+    if rank == 0:
+        try:
+            write_summary(path, ENGINE, summary)
+        except OSError as error:
+            problem = f"rank 0: {error}"
+    agree(problem, f"checkpoint {path} could not be written", ranks, group)
+
+
+def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries with copies of their tensors in host memory."""
+    return {
+        name: replace(entry, data=entry.data.detach().to("cpu", copy=True))
+        if isinstance(entry.data, torch.Tensor)
+        else entry
+        for name, entry in tensors.items()
+    }
 
 
 def load(path: Path, state: EngineState) -> int:

@@ -23,6 +23,7 @@ from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
+from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast_megatron.maps import ModelMap
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -91,6 +93,8 @@ class MegatronEngine(TorchEngine):
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        self._pending_save: PendingSave | None = None
+        self._checkpoint_group: dist.ProcessGroup | None = None
 
     @classmethod
     def compute_dtype(cls, config: MegatronConfig) -> str:
@@ -110,7 +114,7 @@ class MegatronEngine(TorchEngine):
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
-        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model")
+        self.plan = self._plan(model_map)
         self.stage = build_model(self.plan, self.config, self.device)
         parameters = dict(self.stage.named_parameters())
         if folder is not None:
@@ -121,6 +125,11 @@ class MegatronEngine(TorchEngine):
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
+
+    def _plan(self, model: ModelMap) -> Plan:
+        check_model(model, self.config)
+        stages = self.config.stage_layers(model.layers)
+        return Plan(model, self.mesh, self.setup.model_type == "value_model", stages or ())
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -277,7 +286,28 @@ class MegatronEngine(TorchEngine):
         Raises:
             CheckpointError: the folder cannot be written.
         """
+        self.finish_checkpoint(wait=True)
         checkpoints.save(path, self._state())
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Copy the state to host memory, and write it from there while training goes on.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
+        """
+        self.finish_checkpoint(wait=True)
+        if self.mesh.world_size > 1 and self._checkpoint_group is None:
+            # A separate group: collectives of the writing thread must not interleave with those of training.
+            self._checkpoint_group = dist.new_group(backend="gloo")
+        self._pending_save = checkpoints.start_save(path, self._state(), self._checkpoint_group)
+
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is None or pending.finish(wait):
+            return True
+        self._pending_save = pending
+        return False
 
     def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint of :meth:`save_checkpoint`, on the same or another mesh.
@@ -326,7 +356,7 @@ class MegatronEngine(TorchEngine):
         model_map = find_map(load_hf_config(self.setup.model))
         self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
         self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
-        self.plan = Plan(model_map, self.mesh, self.setup.model_type == "value_model")
+        self.plan = self._plan(model_map)
         self.stage = build_model(self.plan, self.config, self.device)
 
     def get_data_parallel_rank(self) -> int:

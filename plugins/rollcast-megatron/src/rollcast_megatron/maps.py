@@ -36,6 +36,13 @@ class Layout(ABC):
 
     dim: int | None = None
 
+    def splits_fused(self, ranks: int) -> bool:  # for subclasses
+        """Return True if the ranks split the fused parameter into equal rows, instead of its transformers parameters.
+
+        :meth:`fuse` and :meth:`unfuse` then receive whole parameters, and 1 as the number of ranks.
+        """
+        return False
+
     @abstractmethod
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
         """Return a rank's megatron-core parameter, built from its share of each transformers parameter."""
@@ -89,6 +96,10 @@ class FusedQkv(Layout):
     groups: int
     head_dim: int
     dim: int | None = 0
+
+    def splits_fused(self, ranks: int) -> bool:
+        """Return True if there are more ranks than groups: several ranks share a key head and its value head."""
+        return self.groups < ranks
 
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
         """Return the projections interleaved by group; weights ``[rows, h]`` or biases ``[rows]``."""

@@ -19,7 +19,11 @@ class MegatronConfig:
     tensor_model_parallel_size: Positive = 1
     """Ranks over which the matrices of a layer are split."""
     pipeline_model_parallel_size: Positive = 1
-    """Stages over which the layers are split, evenly."""
+    """Stages over which the layers are split, evenly unless the next two keys say otherwise."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first stage, which also has the embedding; null for as many as the stages between."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the last stage, which also has the head; null for as many as the stages between."""
     context_parallel_size: Positive = 1
     """Must be 1: attention needs whole rows."""
     expert_model_parallel_size: Positive = 1
@@ -68,7 +72,24 @@ class MegatronConfig:
                 f"{path}.sequence_parallel is true, but {path}.tensor_model_parallel_size is 1: it splits what tensor "
                 "parallelism does not split; set it to false, or raise tensor_model_parallel_size"
             )
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if getattr(self, key) is not None and self.pipeline_model_parallel_size == 1:
+                raise ConfigError(
+                    f"{path}.{key} is {getattr(self, key)}, but {path}.pipeline_model_parallel_size is 1: one stage "
+                    "has all layers; set the key to null, or raise pipeline_model_parallel_size"
+                )
         self._check_recompute(path)
+
+    def stage_layers(self, layers: int) -> tuple[int, ...] | None:
+        """Return the number of layers of each stage of a model; None if the layers cannot be divided."""
+        stages = self.pipeline_model_parallel_size
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        fixed = [each for each in (first, last) if each is not None]
+        between, left = stages - len(fixed), layers - sum(fixed)
+        if left < between or (left if between == 0 else left % between):
+            return None
+        middle = [left // between] * between if between else []
+        return (*((first,) if first else ()), *middle, *((last,) if last else ()))
 
     def _check_sizes(self, world_size: int, path: str) -> None:
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

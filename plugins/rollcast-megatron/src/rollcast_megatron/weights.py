@@ -86,7 +86,7 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
         shares = []
         for name in placed.weight.sources:
             whole = _random(name, shapes[name], seed, std)
-            dim = placed.weight.layout.dim
+            dim = _split_dim(plan, placed)
             if dim is not None:
                 start, size = _span(plan, shapes[name][dim])
                 whole = whole.narrow(dim, start, size)
@@ -141,18 +141,23 @@ def _join(
 ) -> Iterator[Tensor]:
     """Yield the whole tensors of a batch on the ranks of its stage."""
     ranks = plan.mesh.tensor_size
-    shares: list[tuple[str, int | None, Tensor]] = []
+    shares: list[tuple[Placed, str, int | None, Tensor]] = []
     for placed in batch:
         shard = parameters[find_name(placed, parameters)].detach()
+        if placed.weight.layout.splits_fused(ranks):
+            shares.append((placed, "", 0, shard))
+            continue
         parts = placed.weight.layout.unfuse(shard, ranks)
         dim = placed.weight.layout.dim if ranks > 1 else None
-        shares += [(name, dim, part) for name, part in zip(placed.weight.sources, parts, strict=True)]
-    gathered = rooms.gather([part for _, dim, part in shares if dim is not None])
-    for name, dim, part in shares:
+        shares += [(placed, name, dim, part) for name, part in zip(placed.weight.sources, parts, strict=True)]
+    gathered = rooms.gather([part for _, _, dim, part in shares if dim is not None])
+    for placed, name, dim, part in shares:
         if dim is None:
             yield part.contiguous()
-        else:
+        elif name:
             yield torch.cat(next(gathered), dim).narrow(dim, 0, shapes[name][dim]).contiguous()
+        else:
+            yield from (each.contiguous() for each in placed.weight.layout.unfuse(torch.cat(next(gathered)), 1))
 
 
 class _Rooms:
@@ -207,6 +212,12 @@ def _span(plan: Plan, length: int) -> tuple[int, int]:
     return start, min(share, length - start)
 
 
+def _split_dim(plan: Plan, placed: Placed) -> int | None:
+    """Return the dimension along which a rank reads its share of each transformers parameter; None if it reads all."""
+    layout = placed.weight.layout
+    return None if layout.splits_fused(plan.mesh.tensor_size) else layout.dim
+
+
 def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder: WeightFolder) -> Tensor:
     """Return this rank's part of a parameter of the folder.
 
@@ -216,7 +227,7 @@ def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder
     given = folder.shapes[name]
     if given != tuple(shape):
         raise ConfigError(f"{name} in {folder.folder} has shape {list(given)}, but config.json implies {list(shape)}")
-    dim, region = placed.weight.layout.dim, [slice(0, size) for size in shape]
+    dim, region = _split_dim(plan, placed), [slice(0, size) for size in shape]
     if dim is not None:
         start, size = _span(plan, shape[dim])
         region[dim] = slice(start, start + size)
@@ -225,7 +236,11 @@ def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder
 
 def _set(plan: Plan, placed: Placed, parameters: dict[str, Tensor], shares: list[Tensor]) -> None:
     parameter = parameters[find_name(placed, parameters)]
-    fused = placed.weight.layout.fuse(shares, plan.mesh.tensor_size)
+    ranks = plan.mesh.tensor_size
+    if placed.weight.layout.splits_fused(ranks):
+        fused = placed.weight.layout.fuse(shares, 1).chunk(ranks)[plan.mesh.tensor_rank]
+    else:
+        fused = placed.weight.layout.fuse(shares, ranks)
     with torch.no_grad():
         if placed.is_vocabulary:
             parameter.zero_()

@@ -1,4 +1,4 @@
-"""The trackers ``console``, ``jsonl`` and ``report``.
+"""The trackers ``console``, ``jsonl`` and ``report``, and the commands ``runs`` and ``watch``.
 
 Names resolve when they are first used; importing this package imports none of the trackers.
 """

@@ -1,4 +1,4 @@
-"""Following a run from another process by its files: what has been recorded, and what is wrong."""
+"""Reader that follows a run from another process by its files, with the alarms that they call for."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rollcast_report.timeline import TIMELINE_FILE
 __all__ = ["Follower", "Frame"]
 
 METRICS_FILE = "metrics.jsonl"
+_WARM_START = "warm_start"
 #: Steps whose values are kept for the curves and medians.
 _KEPT = 400
 #: A run is late after this many median steps, and after as many seconds.
@@ -36,12 +37,12 @@ class Frame:
         state: ``starting``, ``running``, ``finished``, ``interrupted``, ``failed`` or ``unknown``.
         status: status as the run wrote it.
         step: last step with metrics; None before any.
-        metrics: last value of each metric.
+        metrics: last value of each metric; ``time/`` of the last step only.
         validated: step and ``val/`` metrics of the last validation.
         series: metric → values of the last steps, in order.
         step_s: median seconds of the last 20 steps; None if unknown.
         idle_s: seconds since the run last wrote a file.
-        alarms: what is wrong, in sentences.
+        alarms: problems of the run, as sentences.
         command: command that resumes the run; None while it runs and after its end.
     """
 
@@ -75,6 +76,7 @@ class Follower:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._warm_start: Follower | None = None
         self._forget()
 
     def _forget(self, inode: int = 0) -> None:
@@ -87,7 +89,7 @@ class Follower:
         self._series: dict[str, deque[float]] = {}
 
     def read(self) -> Frame:
-        """Return the state of the run now.
+        """Return the state of the run now; while it trains its warm start, that of the warm start.
 
         Raises:
             DataError: the folder is no run directory.
@@ -112,6 +114,12 @@ class Follower:
             step_s=self._step_seconds(),
             idle_s=self._idle_seconds(),
         )
+        if frame.state == "starting" and (self.run_dir / _WARM_START).is_dir():
+            self._warm_start = self._warm_start or Follower(self.run_dir / _WARM_START)
+            earlier = self._warm_start.read()
+            if earlier.state == "running":
+                earlier.name = f"{frame.name}: warm start"
+                return earlier
         frame.alarms = notes + self._alarms(frame)
         if frame.state in ("interrupted", "failed"):
             frame.command = resume_command(status)
@@ -151,6 +159,8 @@ class Follower:
         validation = {name: float(value) for name, value in values.items() if name.startswith("val/")}
         if validation:
             self._validated = (record["step"], validation)
+        # A phase that this step did not have, such as a validation, took no time in it.
+        self._metrics = {name: value for name, value in self._metrics.items() if not name.startswith("time/")}
         for name, value in values.items():
             self._metrics[name] = float(value)
             self._series.setdefault(name, deque(maxlen=_KEPT)).append(float(value))

@@ -21,7 +21,7 @@ class Band:
 
     Attributes:
         points: step, lower and upper bound, in order.
-        method: how the interval was computed, as a phrase.
+        method: name of the computation, as a phrase.
     """
 
     points: list[tuple[int, float, float]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.contracts.command import build_console, format_clock, print_lines
+from rollcast.contracts.command import format_clock, print_lines
 from rollcast_report.charts import format_number
 from rollcast_report.follow import Follower, Frame
 
@@ -61,8 +61,10 @@ def watch(
     Reads the files of the run directory only, so it works from another process and after the end of the run. Without a
     terminal it prints a line for each step. Ctrl-C stops watching, not the run.
     """
+    from rich.console import Console
+
     follower = Follower(run)
-    console = build_console()
+    console = Console(markup=False, highlight=False, emoji=False)  # folds long lines, which a live display would cut
     if once:
         console.print(render_frame(follower.read(), console.width))
     elif console.is_terminal and not console.is_dumb_terminal:
@@ -143,7 +145,7 @@ def render_frame(frame: Frame, width: int) -> RenderableType:
     parts: list[RenderableType] = [_head(frame, width), table]
     parts += [Text(f"! {alarm}", style="bold red") for alarm in frame.alarms]
     if frame.command:
-        parts.append(Text(f"resume it with: {frame.command}", style="yellow"))
+        parts.append(Text(f"resume it with: {frame.command}", style="yellow", overflow="fold"))
     return Group(*parts)
 
 
@@ -186,7 +188,7 @@ def _rate_rows(frame: Frame) -> Iterable[tuple[str, str]]:
     parts = []
     if frame.step_s is not None:
         parts.append(f"{frame.step_s:.3g} s/step")
-    for metric, unit in (("rollout/tokens_per_s", "sampled tokens/s"), ("perf/throughput", "tokens/s a process")):
+    for metric, unit in (("rollout/tokens_per_s", "tok/s sampled"), ("perf/throughput", "tok/s a process")):
         if metric in frame.metrics:
             parts.append(f"{format_number(frame.metrics[metric])} {unit}")
     if frame.status.elapsed_s:

@@ -110,7 +110,7 @@ class _Batch:
 
 
 class _Function:
-    """One of the reward functions: of a batch, as TRL's, or a reward of this framework, which gets each sample.
+    """One of the reward functions, either TRL's, which gets a batch, or rollcast's, which gets each sample.
 
     Args:
         found: function and its place.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rollcast_testing.admission import AdmissionSuite as AdmissionSuite
     from rollcast_testing.advantage import AdvantageSuite as AdvantageSuite
     from rollcast_testing.aggregation import LossAggregationSuite as LossAggregationSuite
+    from rollcast_testing.commands import CommandSuite as CommandSuite
+    from rollcast_testing.commands import HooksSuite as HooksSuite
     from rollcast_testing.dataset import DatasetSuite as DatasetSuite
     from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
     from rollcast_testing.engine import EngineSuite as EngineSuite
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     from rollcast_testing.optimizer import OptimizerSuite as OptimizerSuite
     from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
     from rollcast_testing.preprocessor import PreprocessorSuite as PreprocessorSuite
+    from rollcast_testing.recipe import RecipeSuite as RecipeSuite
     from rollcast_testing.reward import RewardManagerSuite as RewardManagerSuite
     from rollcast_testing.reward import RewardSuite as RewardSuite
     from rollcast_testing.rollout import RolloutSuite as RolloutSuite
+    from rollcast_testing.runtime import RuntimeSuite as RuntimeSuite
     from rollcast_testing.simulated import SimulatedRuntime as SimulatedRuntime
     from rollcast_testing.stage import StageSuite as StageSuite
     from rollcast_testing.tracker import TrackerSuite as TrackerSuite
@@ -46,6 +50,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "admission": ["AdmissionSuite"],
         "advantage": ["AdvantageSuite"],
         "aggregation": ["LossAggregationSuite"],
+        "commands": ["CommandSuite", "HooksSuite"],
         "dataset": ["DatasetSuite"],
         "dispatch": ["DispatchSuite"],
         "engine": ["EngineSuite"],
@@ -56,8 +61,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "optimizer": ["OptimizerSuite"],
         "policy_loss": ["PolicyLossSuite"],
         "preprocessor": ["PreprocessorSuite"],
+        "recipe": ["RecipeSuite"],
         "reward": ["RewardManagerSuite", "RewardSuite"],
         "rollout": ["RolloutSuite"],
+        "runtime": ["RuntimeSuite"],
         "simulated": ["SimulatedRuntime"],
         "stage": ["StageSuite"],
         "tracker": ["TrackerSuite"],

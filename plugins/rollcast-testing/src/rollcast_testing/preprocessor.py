@@ -37,7 +37,7 @@ class PreprocessorSuite:
     name: ClassVar[str] = ""
     #: Pattern of a file's name → columns that each of its rows has to have.
     columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt",)}
-    #: True if another seed gives other files.
+    #: True if another seed leads to other files.
     uses_seed: ClassVar[bool] = False
 
     def write_source(self, folder: Path) -> Path | None:  # for those that override it

@@ -108,7 +108,7 @@ class ReplicaProcess:
     """A replica in a process of its own, which keeps checksums of the weights that it receives.
 
     Attributes:
-        fault: what goes wrong in the next update; see :class:`_Order`.
+        fault: fault of the next update; see :class:`_Order`.
         held: tensors that it received last, by name.
         largest: largest bucket in bytes, of all updates.
     """

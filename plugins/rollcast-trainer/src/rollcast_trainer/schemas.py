@@ -86,7 +86,7 @@ class PpoActorConfig(ActorConfig):
     ppo_epochs: Positive = 1
     """Passes over the step's batch."""
     shuffle: bool = True
-    """Shuffle the rows into mini-batches anew in each epoch, seeded by seed and step; false cuts the batch in its
+    """Shuffle the rows into new mini-batches in each epoch, seeded by seed and step; false cuts the batch in its
     order.
     """
     policy_loss: str = "vanilla"
@@ -234,7 +234,7 @@ class TrainerConfig:
     keep_best_ckpt: bool = True
     """Also keep the checkpoint with the highest `val/accuracy`, among checkpoints whose step was validated."""
     async_save: bool = False
-    """Write checkpoints in the background from a copy in host memory, while training goes on."""
+    """Write checkpoints in the background from a copy in host memory, while training continues."""
     resume_mode: Literal["auto", "disable"] = "auto"
     """`auto` resumes from the newest checkpoint in `run_dir`; `disable` sets an earlier run in `run_dir` aside and
     starts from scratch.

@@ -41,7 +41,8 @@ def mean_interval(uid: torch.Tensor, score: torch.Tensor) -> tuple[float, float]
     Returns:
         Lower and upper bound; None with fewer than two groups.
     """
-    groups, place, sizes = uid.unique(return_inverse=True, return_counts=True)
+    groups, place = uid.unique(return_inverse=True)
+    sizes = torch.bincount(place)
     if len(groups) < 2:
         return None
     values = score.double()

@@ -3,12 +3,24 @@ import subprocess
 import sys
 
 from rollcast_my_plugin import MyPlugin
+from rollcast_testing import PreprocessorSuite, RecipeSuite
 from rollcast_testing.tiny import tiny_model_folder
 
 SMALL = (
     *("runtime=local", "model.path=model", "data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=2"),
     *("data.val_max_samples=2", "trainer.total_steps=1", "trainer.save_freq=-1", "trainer.export=false"),
 )
+
+
+class TestMyPlugin(RecipeSuite):
+    name = "my_plugin"
+    overrides = ("model.path=model",)
+
+
+class TestMyPluginData(PreprocessorSuite):
+    name = "my_plugin"
+    columns = {"*": ("prompt", "ground_truth")}
+    uses_seed = True
 
 
 def read(path):

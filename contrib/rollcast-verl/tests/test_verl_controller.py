@@ -1,0 +1,54 @@
+"""verl's own tests of its single controller, from its wheel and unchanged, pass on rollcast's worker groups."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+#: Tests of verl that need CUDA, NCCL or more memory than a machine for tests has.
+NOT_HERE = {
+    "test_ray_collectives.py": "tensors on CUDA and NCCL",
+    "test_rvdz.py": "cupy's NCCL",
+    "test_data_transfer.py": "batches of 2 GiB, about 16 GiB in all",
+}
+
+
+def find_tests() -> list[Path]:
+    """Return the files of verl's tests, which its wheel installs beside the package."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        pytest.skip("verl is not installed; nox -s tests_verl installs it")
+    folder = Path(spec.origin).parents[1] / "tests" / "single_controller"
+    found = sorted(folder.glob("test_*.py"))
+    if not found:
+        pytest.skip(f"this verl came without its tests: {folder} has none")
+    return [file for file in found if file.name not in NOT_HERE]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return variables for a Ray of this test alone, with logical devices on which verl's platform ``cpu`` runs."""
+    return {
+        **os.environ,
+        "RAY_TMPDIR": str(folder),
+        "RAY_OVERRIDE_RESOURCES": '{"CPU": 100, "GPU": 4}',
+        "VERL_PLATFORM": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+@pytest.mark.timeout(900)
+def test_verls_own_tests_of_its_controller_pass(tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = find_tests()
+    place = tmp_path_factory.mktemp("r")  # short, because Ray's sockets are below it
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "verl_on_cpu", "-p", "no:cacheprovider"]
+    rooted = ["--rootdir", str(files[0].parents[2]), "-c", os.devnull, *map(str, files)]
+    done = subprocess.run([*command, *rooted], env=environment(place), cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-12000:]}\n{done.stderr[-2000:]}"
+    passed = done.stdout.count(" PASSED")
+    assert passed >= 24 and "SKIPPED" not in done.stdout, done.stdout[-6000:]

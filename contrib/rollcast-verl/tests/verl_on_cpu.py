@@ -1,0 +1,23 @@
+"""A pytest plugin for verl's own tests: worker groups on rollcast, and four devices that exist for Ray only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import rollcast_verl.hook  # noqa: F401  # before verl is imported
+
+#: Devices that the tests count; Ray assigns as many logical ones (RAY_OVERRIDE_RESOURCES).
+DEVICES = 4
+
+
+@pytest.fixture(autouse=True)
+def logical_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the tests count logical devices, and end Ray after a test that failed before it did."""
+    import ray
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: DEVICES)
+    yield
+    ray.shutdown()

@@ -1,0 +1,5 @@
+from rollcast_testing import WeightSyncSuite
+
+
+class TestMyPlugin(WeightSyncSuite):
+    name = "my_plugin"
