@@ -24,6 +24,7 @@ import torch
 
 import rollcast
 from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from rollcast.protocol import Jagged
 from rollcast_testing import SimulatedRuntime
 
 Namespace = dict[str, Any]
@@ -110,8 +111,11 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Simu
     with SimulatedRuntime(nodes=4, processes_per_node=8, **options) as cluster:
 
         def group(pool: Any, roles: Any, *, detached: bool = False, **given: Any) -> WorkerGroup:
-            return WorkerGroup(pool, roles, runtime=cluster, **given)
+            made[given.get("name", "")] = WorkerGroup(pool, roles, runtime=cluster, **given)
+            return made[given.get("name", "")]
 
+        made: dict[str, WorkerGroup] = {}
+        group.attach = made.__getitem__
         monkeypatch.setattr(rollcast_ray, "RayWorkerGroup", group)
         monkeypatch.setattr(rollcast_ray.runtime, "RayRuntime", lambda **_: cluster)
         yield cluster
@@ -119,9 +123,14 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Simu
 
 def names() -> Namespace:
     """What the pages have imported somewhere before."""
+    import pandas
+
+    from rollcast.contracts.dispatch import BatchType, batch_types
     from rollcast.errors import WorkerError
 
     known = {name: getattr(rollcast, name) for name in rollcast.__all__}
+    known |= {"pandas": pandas, "frame": pandas.DataFrame({"x": [1, 2, 3, 4]}), "BatchType": BatchType}
+    known |= {"batch_types": batch_types}
     return {**known, "torch": torch, "WorkerError": WorkerError, "__name__": "__main__"}
 
 
@@ -141,17 +150,22 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         )
         nodes = [replace(node, others={"accelerator_type:H100": 8.0}, free=None) for node in cluster.nodes()]
         h100s = SimpleNamespace(nodes=lambda: nodes)
-        rows = {"x": torch.arange(8).view(4, 2), "response_mask": torch.ones(4, 3, dtype=torch.bool)}
-        batch = DataProto.from_dict({**rows, "old_log_probs": torch.rand(4, 3)})
+        tokens = Jagged.from_lengths(torch.rand(10), torch.tensor([1, 2, 3, 4])).column()
+        mask = Jagged.from_lengths(torch.ones(10, dtype=torch.bool), torch.tensor([1, 2, 3, 4])).column()
+        batch = DataProto.from_dict({"x": torch.arange(8).view(4, 2), "response_mask": mask, "old_log_probs": tokens})
         namespace = names()
         namespace |= {"actor": actor, "critic": critic, "group": group, "batch": batch, "runtime": h100s}
-        namespace |= {"config": {}, "a": batch.select(["x"]), "prompts": batch.select(["x"])}
+        namespace |= {
+            "config": {},
+            "a": batch.select(["x"]),
+            "prompts": DataProto.from_dict({"prompts": torch.ones(4, 2)}),
+        }
         namespace |= {"MyWorker": Policy, "Server": Policy, "Actor": Configured, "Reference": Configured}
         namespace |= {"estimate": lambda scores, mask: scores, "function": lambda worker, argument: argument}
         namespace |= {"argument": 1, "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "is_last_stage": True}
         namespace["RayWorkerGroup"] = rollcast_ray.RayWorkerGroup
         nothing = SimpleNamespace(stages=[lambda batch: batch], register_mesh=lambda *_, **__: None)
-        yield {**namespace, "self": nothing, EACH: {"batch": batch}}
+        yield {**namespace, "self": nothing, EACH: {"batch": batch, "group": group, "actor": actor, "critic": critic}}
 
 
 class Configured(Policy):
@@ -172,6 +186,7 @@ SETUPS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "docs/engine-megatron.md": plain,
     "docs/engines.md": plain,
     "docs/placement.md": on_cluster,
+    "docs/report.md": plain,
     "plugins/rollcast-algorithms/README.md": plain,
     "plugins/rollcast-dispatch/README.md": on_cluster,
     "plugins/rollcast-ray/README.md": on_cluster,
@@ -189,6 +204,14 @@ def setup(page: str) -> Callable[[Callable[[pytest.MonkeyPatch], Any]], Any]:
         return function
 
     return add
+
+
+@setup("docs/conformance.md")
+def conformance_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    import rollcast_testing
+
+    suites = {name: getattr(rollcast_testing, name) for name in dir(rollcast_testing) if name.endswith("Suite")}
+    yield {**names(), **suites, "pytest": pytest, "half_k2": None, "__name__": "page"}
 
 
 @setup("docs/stages.md")

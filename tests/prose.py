@@ -39,7 +39,7 @@ _STILTED = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), plain) for words, p
 _FRAGMENT = re.compile(r"(?:What|Whether|Of|Who|Which|To be)\b(?![^.!?]*\?)")
 _PAGES = ("*.md", "core/README.md", "docs/*.md", "plugins/*/README.md", "contrib/*/README.md")
 #: Pages that other tools or the change log write.
-_GENERATED = ("docs/api.md", "CHANGELOG.md")
+_GENERATED = ("docs/api.md", "docs/configuration-reference.md", "CHANGELOG.md")
 _NOT_PROSE = re.compile(
     r"^ *```.*?^ *```|<!-- keys.*?<!-- end -->|<!--.*?-->|`[^`\n]*`|\]\([^)\n]*\)", re.MULTILINE | re.DOTALL
 )

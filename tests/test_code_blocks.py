@@ -38,6 +38,8 @@ RUN_BY = {
     "docs/algorithms.md": "tests/test_algorithms_page.py",
     "docs/asynchronous.md": "tests/test_asynchronous_page.py",
     "docs/coming-from-trl.md": "tests/test_trl_page.py",
+    "docs/coming-from-verl.md": "tests/test_verl_page.py",
+    "docs/conformance.md": "tests/test_conformance_page.py",
     "docs/configuration.md": "tests/test_code_blocks.py",
     "docs/cost-models.md": "tests/test_cost_models_page.py",
     "docs/doctor.md": "tests/test_doctor.py",
@@ -196,8 +198,10 @@ def check_nox(arguments: list[str]) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    for word in arguments:
+    for before, word in zip(["", *arguments], arguments, strict=False):
         name = word.partition("/")[0]
+        if before == "-e" and MADE.fullmatch(word):
+            continue
         if word.startswith(("-", ".", "dist")) or (ROOT / name).exists() or not word.startswith("rollcast"):
             continue
         try:
