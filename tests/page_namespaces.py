@@ -123,13 +123,13 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Simu
 
 def names() -> Namespace:
     """What the pages have imported somewhere before."""
-    import pandas
+    import pandas as pd
 
     from rollcast.contracts.dispatch import BatchType, batch_types
     from rollcast.errors import WorkerError
 
     known = {name: getattr(rollcast, name) for name in rollcast.__all__}
-    known |= {"pandas": pandas, "frame": pandas.DataFrame({"x": [1, 2, 3, 4]}), "BatchType": BatchType}
+    known |= {"pandas": pd, "frame": pd.DataFrame({"x": [1, 2, 3, 4]}), "BatchType": BatchType}
     known |= {"batch_types": batch_types}
     return {**known, "torch": torch, "WorkerError": WorkerError, "__name__": "__main__"}
 
