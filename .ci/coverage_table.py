@@ -18,6 +18,7 @@ from coverage import Coverage
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
+_SENTENCES = re.compile(r"(?<=## Figures\n\n).*?(?=<!-- table -->)", re.DOTALL)
 _TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -77,7 +78,10 @@ def main() -> None:
     least = sorted(files.items(), key=lambda each: each[1].run - each[1].all)[:30]
     sys.stdout.writelines(f"{lines.all - lines.run:5} not run, {lines.share:>7} run: {path}\n" for path, lines in least)
     if options.write:
-        PAGE.write_text(_TABLE.sub(lambda _: table, PAGE.read_text("utf-8")), "utf-8")
+        page = _SENTENCES.sub(
+            "The share of each distribution's lines that all tests together run.\n\n", PAGE.read_text("utf-8")
+        )
+        PAGE.write_text(_TABLE.sub(lambda _: table, page), "utf-8")
 
 
 if __name__ == "__main__":

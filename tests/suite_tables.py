@@ -92,9 +92,9 @@ def _section(name: str, suite: type) -> Iterator[str]:
 def attributes(suite: type) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, type, default and meaning of the class attributes that a suite declares, also in its bases."""
     seen = set()
+    listed = {name: text for cls in suite.__mro__[-2::-1] for name, text in _listed(cls.__doc__ or "").items()}
     for cls in suite.__mro__[:-1]:
         lines = inspect.getsource(cls).splitlines()
-        listed = _listed(inspect.getdoc(cls) or "")
         (node,) = ast.parse(textwrap.dedent("\n".join(lines))).body
         for statement in node.body if isinstance(node, ast.ClassDef) else ():
             if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
@@ -126,7 +126,7 @@ def _comment_above(lines: list[str], number: int) -> str:
 
 def _listed(doc: str) -> dict[str, str]:
     """Return the entries of the section ``Attributes:`` of a docstring."""
-    _, _, section = doc.partition("Attributes:\n")
+    _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
     found: dict[str, str] = {}
     for line in section.splitlines():
         if not line.startswith("    "):

@@ -53,6 +53,7 @@ def run(packages: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(900)  # a minute on a quiet machine, several on a busy one
 def test_their_tests_pass(packages: Path) -> None:
     folders = [f"rollcast-new-{kind.replace('_', '-')}/tests" for kind in KINDS]
     listed = run(packages, "pytest", "-q", "-p", "no:cacheprovider", "-rA", *folders)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 def killed(rollcast_of_module: Commands) -> Commands:
     """A run that is killed after its second step, as ``runs/quickstart``."""
     rollcast = rollcast_of_module
-    process = rollcast.start("train", *SMALL, "runtime=local", "trainer.total_steps=4", "run_dir=runs/quickstart")
+    process = rollcast.start("train", *SMALL, "runtime=local", "trainer.total_steps=8", "run_dir=runs/quickstart")
     status = rollcast.folder / "runs" / "quickstart" / "status.json"
     end = time.monotonic() + 200
     while not (status.exists() and (json.loads(status.read_text())["step"] or 0) >= 3):
@@ -34,12 +34,12 @@ def killed(rollcast_of_module: Commands) -> Commands:
 
 def test_a_killed_run_is_watched_listed_and_resumed(killed: Commands) -> None:
     command = "rollcast train " + " ".join(
-        [*SMALL, "runtime=local", "trainer.total_steps=4", "run_dir=runs/quickstart"]
+        [*SMALL, "runtime=local", "trainer.total_steps=8", "run_dir=runs/quickstart"]
     )
     seen = killed.must_run("watch", "runs/quickstart", "--once")
     for part in (
         "quickstart interrupted",
-        "/4 ",
+        "/8 ",
         "validation accuracy",
         "generate",
         "memory process",
@@ -50,9 +50,9 @@ def test_a_killed_run_is_watched_listed_and_resumed(killed: Commands) -> None:
     assert "rollcast runs resume runs/quickstart # interrupted" in killed.must_run("runs", "list", "runs").text
     assert killed.must_run("runs", "resume", "runs/quickstart").text == command
     resumed = killed.must_run("runs", "resume", "runs/quickstart", "--execute")
-    assert "resumed from runs/quickstart/checkpoints/step_2" in resumed.text
-    assert killed.must_run("watch", "runs/quickstart").text.startswith("step 4/4")
-    assert "is finished at step 4" in killed.run("runs", "resume", "runs/quickstart").text
+    assert "resumed from runs/quickstart/checkpoints/step_" in resumed.text
+    assert killed.must_run("watch", "runs/quickstart").text.startswith("step 8/8")
+    assert "is finished at step 8" in killed.run("runs", "resume", "runs/quickstart").text
     rows = [json.loads(line) for line in (killed.folder / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
     assert all(row["reward/mean/low"] <= row["reward/mean"] <= row["reward/mean/high"] for row in rows[1:])
     killed.must_run("runs", "report", "runs/quickstart", "runs/quickstart", "--output", "both.html")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import functools
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from page_packages import DOCS
 from prose import sources
 from run_commands import SMALL, Commands
+from warm_process import ROLLCAST
 
 pytestmark = pytest.mark.long
 
@@ -70,7 +73,9 @@ PROVOKED = (
     "error: rollcast-broken 1.0",
     "error: rollcast-old 1.0",
     "error: 'twice' in rollcast.rewards is claimed",
+    "error: Ray cannot keep its files",
     "error: run_dir=good holds a run",
+    "error: run_dir=run is in use",
     "error: checkpoint /home/me/broken",
     "error: /home/me/corrupt",
 )
@@ -124,8 +129,10 @@ def test_a_wrong_run_ends_with_the_pages_message(beginning: str, task: Commands,
 
 
 def test_a_cluster_that_does_not_answer(rollcast: Commands) -> None:
-    overrides = ("runtime=ray", "runtime.address=127.0.0.1:6399")
+    # Nothing listens on port 1.
+    overrides = ("runtime=ray", "runtime.address=127.0.0.1:1")
     message = error_of(rollcast, [each for each in TRAIN if not each.startswith("runtime")] + [*overrides])
+    message = message.replace("127.0.0.1:1 ", "127.0.0.1:6379 ")
     assert quoted("error: cannot join Ray").match(message), message
 
 
@@ -171,6 +178,28 @@ def test_a_run_directory_that_cannot_be_resumed(rollcast: Commands) -> None:
     (step / "engine.json").unlink()
     message = error_of(rollcast, resume).replace("/home/me/good", "/home/me/broken")
     assert quoted("error: checkpoint /home/me/broken").match(message), message
+
+
+def test_a_run_directory_that_another_run_uses(rollcast: Commands) -> None:
+    lock = rollcast.folder / "run" / ".lock"
+    lock.parent.mkdir()
+    lock.write_text("host node-1, process 4242\n")
+    with lock.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        message = error_of(rollcast, (*TRAIN, "run_dir=run"))
+    assert quoted("error: run_dir=run is in use").match(message), message
+
+
+def test_a_folder_with_too_long_a_path_for_ray(rollcast: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = rollcast.folder / "scratch" / ("x" * 100)
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    command = [str(ROLLCAST), *TRAIN, "runtime=ray", "run_dir=run"]
+    done = subprocess.run(
+        command, cwd=rollcast.folder, env=rollcast.environment(), capture_output=True, text=True, check=False
+    )
+    message = " ".join(done.stderr[done.stderr.index("error: ") :].replace(str(rollcast.folder), "/home/me").split())
+    assert quoted("error: Ray cannot keep its files").match(message), message
 
 
 @pytest.mark.parametrize("message", [message for message in MESSAGES if not message.startswith(PROVOKED)])

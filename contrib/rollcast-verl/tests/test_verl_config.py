@@ -101,6 +101,17 @@ def test_options_that_belong_to_what_is_not_chosen_are_left_out() -> None:
     assert states["actor_rollout_ref.actor.policy_loss.dro_beta"] == "not set"
 
 
+def test_keys_of_turns_count_if_there_are_turns() -> None:
+    turn = "actor_rollout_ref.rollout.multi_turn"
+    assert "agent.format" not in translated(f"{turn}.format=hermes").settings
+    settings = translated(f"{turn}.enable=True {turn}.format=hermes {turn}.max_assistant_turns=5").settings
+    assert (settings["agent.loop"], settings["agent.format"], settings["agent.max_assistant_turns"]) == (
+        "tool",
+        "hermes",
+        5,
+    )
+
+
 def test_estimators_and_losses_that_only_verl_has_get_its_adapters() -> None:
     text = "algorithm.adv_estimator=mine actor_rollout_ref.actor.policy_loss.loss_mode=theirs"
     settings = translated(text).settings

@@ -200,9 +200,22 @@ def test_a_policy_loss_that_works_passes_its_trial(loss: Any) -> None:
     assert policy_losses.probe(loss) is None
 
 
+def _with_checked_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    options = {"scale": None, **inputs.options}
+    if options["scale"] is None:
+        raise ValueError("needs a scale")
+    return PolicyLossOutput(_surrogate(inputs).losses * options["scale"])
+
+
+def _mistyped_with_options(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(inputs.log_prob * dict(inputs.options).get("scale", 1.0))  # type: ignore[attr-defined]
+
+
 def test_a_policy_loss_may_need_an_option_that_only_a_run_has() -> None:
     assert policy_losses.probe is not None
     assert policy_losses.probe(_with_option) is None
+    assert policy_losses.probe(_with_checked_option) is None
+    assert "AttributeError" in str(policy_losses.probe(_mistyped_with_options))
     try_policy_loss(_with_option, "mine", options={"scale": 2.0})
     with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
         try_policy_loss(_with_option, "mine")

@@ -160,6 +160,13 @@ def _overlong(name: str) -> Translate:
     return translate
 
 
+def _if_multi_turn(name: str) -> Translate:
+    def translate(value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {f"agent.{name}": value} if keys.get("actor_rollout_ref.rollout.multi_turn.enable") else {}
+
+    return translate
+
+
 _PENALTIES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _ENGINES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 _A, _R, _M, _REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model", "ref"))
@@ -278,7 +285,11 @@ def _rollout() -> list[Rule]:
         *("enforce_eager", "free_cache_engine", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("enable_prefix_caching", "dtype", "load_format", "repetition_penalty"),
     )
-    turns = {"max_assistant_turns": "", "max_tool_response_length": "", "max_parallel_calls": "", "format": ""}
+    same_file = "same file format; "
+    turns = {
+        **dict.fromkeys(("max_assistant_turns", "max_tool_response_length", "max_parallel_calls", "format"), ""),
+        **dict.fromkeys(("tool_config_path", "interaction_config_path"), same_file),
+    }
     engines = {"vllm": "vllm", "sglang": "sglang", "hf": "hf", "trtllm": "trtllm"}
     return [
         Rule(f"{_R}.name", "rollout", "option of the group", _choose("rollout", engines)),
@@ -295,13 +306,15 @@ def _rollout() -> list[Rule]:
             "a key of the actor here",
         ),
         Rule(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "rollout.update_weights_bucket_megabytes"),
-        *(Rule(f"{_R}.multi_turn.{name}", f"agent.{name}", leaves_out=(None,)) for name in turns),
-        Rule(f"{_R}.multi_turn.tool_config_path", "agent.tool_config_path", "same file format", leaves_out=(None,)),
-        Rule(
-            f"{_R}.multi_turn.interaction_config_path",
-            "agent.interaction_config_path",
-            "same file format",
-            leaves_out=(None,),
+        *(
+            Rule(
+                f"{_R}.multi_turn.{name}",
+                f"agent.{name}",
+                f"{note}with multi_turn.enable",
+                _if_multi_turn(name),
+                (None,),
+            )
+            for name, note in turns.items()
         ),
         Rule(f"{_R}.multi_turn.enable", "agent.loop", "true → tool", lambda v, _: {"agent.loop": "tool"} if v else {}),
         *_none(
@@ -503,7 +516,7 @@ def _data() -> list[Rule]:
             "data.gen_batch_size",
             note="a step samples what it trains on; `algorithm.filter_groups` samples more by itself",
         ),
-        Rule("data.train_max_samples", note="give a shorter file; `data.val_max_samples` is there"),
+        Rule("data.train_max_samples", note="use a shorter file; `data.val_max_samples` is there"),
         *_none("all random numbers follow `trainer.seed`", "data.seed"),
         *_none(
             "a dataset of your own is a plugin (`data.dataset`)",

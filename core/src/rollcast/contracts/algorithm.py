@@ -28,7 +28,7 @@ writes:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -559,18 +559,18 @@ def _draw_columns(needs: Needs, mask: Tensor) -> dict[str, Tensor]:
 def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Run ``prepare`` as a trainer does, with all tokens in one row; return its columns in the batch's shape."""
     shape = inputs.response_mask.shape
-    flat: dict[str, Tensor] = {
-        name: getattr(inputs, name).reshape(1, -1) for name in ("old_log_probs", "advantages", "response_mask")
-    }
     wide = {
         name: column.unsqueeze(-1).expand(shape) if column.ndim == 1 else column
         for name, column in inputs.columns.items()
     }
+    old = inputs.old_log_probs.reshape(1, -1)
     given = replace(
         inputs,
-        log_probs=flat["old_log_probs"],
+        log_probs=old,
+        old_log_probs=old,
+        advantages=inputs.advantages.reshape(1, -1),
+        response_mask=inputs.response_mask.reshape(1, -1),
         columns={name: column.reshape(1, -1) for name, column in wide.items()},
-        **flat,
     )
     return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, given).items()}
 
@@ -635,6 +635,19 @@ class _NoOptions(dict[str, Any]):
         self.is_asked = True
         return default
 
+    def __contains__(self, key: object) -> bool:
+        self.is_asked = True
+        return False
+
+    # With these two, ``{**defaults, **options}`` and ``dict(options)`` ask too.
+    def __iter__(self) -> Iterator[str]:
+        self.is_asked = True
+        return iter(())
+
+    def keys(self) -> Any:
+        self.is_asked = True
+        return super().keys()
+
 
 def _probe(kind: str, run: Callable[..., None], has_options: bool = False) -> Check:
     """Return a probe for ``rollcast plugins --check``, which says why a plugin does not work on a small batch."""
@@ -644,8 +657,9 @@ def _probe(kind: str, run: Callable[..., None], has_options: bool = False) -> Ch
         try:
             run(plugin, f"the {kind}", **({"options": options} if has_options else {}))
         except RollcastError as error:
-            # It may need an option, which only a run gives it.
-            is_own = isinstance(error, PluginTypeError) and not (error.__cause__ is not None and options.is_asked)
+            # It may need an option, which only a run has; other kinds of errors do not come from a missing one.
+            may_lack_option = options.is_asked and isinstance(error.__cause__, ValueError | KeyError | TypeError)
+            is_own = isinstance(error, PluginTypeError) and not may_lack_option
             return f"does not work: {error}" if is_own else None
         return None
 

@@ -125,7 +125,7 @@ def adamw_8bit(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -
         ConfigError: torchao is not installed.
     """
     try:
-        from torchao.optim import AdamW8bit
+        from torchao.optim import AdamW8bit  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
         raise ConfigError(
             f"optim.optimizer=adamw_8bit needs torchao, which cannot be imported ({error}); "

@@ -33,7 +33,7 @@ class CopyStream:
         #: True if copies run beside the computation, from and to pinned memory.
         self.is_asynchronous = device.type != "cpu"
         self._module: Any = getattr(torch, device.type) if self.is_asynchronous else None
-        self._stream: Any = self._module.Stream(device=device) if self.is_asynchronous else None
+        self._stream: Any = None if self._module is None else self._module.Stream(device=device)
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialized host memory, pinned if the device can copy from it asynchronously."""

@@ -179,7 +179,7 @@ def _read_rows(file: Path, spot: _Spot, shape: Sequence[int], rows: slice) -> Te
     if data.numel():
         with file.open("rb", buffering=0) as stream:
             stream.seek(spot.offset + rows.start * row)
-            view, done = memoryview(data.numpy()), 0
+            view, done = data.numpy().data, 0
             while done < len(view):
                 count = stream.readinto(view[done:])
                 if not count:

@@ -114,7 +114,7 @@ def plain_attention(module: Any, attention: str) -> Iterator[None]:
 
 
 # Not traced by torch.compile: it would compile the layers anew for each number of rows.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -163,9 +163,9 @@ def packed_attention(
         query = all_tokens(query, group)
         key, value = (all_tokens(repeat_heads(heads, ranks), group) for heads in (key, value))
     if packed_rows.kernel is not None:
-        heads_last = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         longest = max(packed_rows.lengths)
-        output = packed_rows.kernel(*heads_last, packed_rows.bounds, longest, scaling, sliding_window, dropout)
+        output = packed_rows.kernel(q, k, v, packed_rows.bounds, longest, scaling, sliding_window, dropout)
         output = output.unsqueeze(0)
     else:
         output = _row_by_row(query, key, value, packed_rows, scaling, dropout, sliding_window)

@@ -20,6 +20,7 @@ from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer, set_lr
+from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_engine.transfer import CopyStream
@@ -88,7 +89,7 @@ class FsdpEngine(TorchEngine):
         #: True if the weights may differ from those that were last offloaded.
         self._changed = True
         self._reference: Reference | BaseModelReference | None = None
-        self._pending_save: checkpoints.PendingSave | None = None
+        self._pending_save: PendingSave | None = None
         self._checkpoint_group: Any = None
 
     @classmethod

@@ -124,11 +124,10 @@ def meta_parameters() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            empty = parameter.detach().to("meta")
-            parameter = type(parameter)(empty, requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
     try:

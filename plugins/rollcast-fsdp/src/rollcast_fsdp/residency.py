@@ -6,7 +6,7 @@ State moves once each way per phase, through pinned buffers that are reused, on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -118,7 +118,7 @@ class Residency:
             return _replaced(tensor, move, (id(tensor), _WEIGHT))
 
         # Module._apply keeps the identity of parameters, and FSDP2 extends it to follow their new storage.
-        self._module._apply(replace)
+        self._module._apply(replace)  # type: ignore[no-untyped-call]
 
 
 _WEIGHT = ""
@@ -135,10 +135,12 @@ def _replaced(tensor: Tensor, move: Callable[[Tensor, _Key], Tensor], key: _Key)
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    if is_traceable_wrapper_subclass(tensor):
+    # Typed so, because the checker takes a tensor for none of the kind.
+    plain: Any = tensor
+    if is_traceable_wrapper_subclass(plain):
         owner, name = key
-        moved: Tensor = transform_subclass(
-            tensor, lambda part, inner: _replaced(inner, move, (owner, f"{name}.{part}"))
+        moved: Tensor = transform_subclass(  # type: ignore[no-untyped-call]
+            plain, lambda part, inner: _replaced(inner, move, (owner, f"{name}.{part}"))
         )
         return moved
     return move(tensor.detach(), key)

@@ -355,7 +355,9 @@ def _labels(found: Sequence[UserFunction]) -> Iterator[str]:
 def _weights(given: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
     if given is None:
         return [1.0] * len(paths)
-    weights = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    # A user's YAML may hold a number or a text here.
+    value: Any = given
+    weights = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     wrong = [weight for weight in weights if isinstance(weight, bool) or not isinstance(weight, int | float)]
     if wrong or len(weights) != len(paths):
         raise ConfigError(f"{_WEIGHTS} is {given!r}; it needs one number for each of {', '.join(paths)}")

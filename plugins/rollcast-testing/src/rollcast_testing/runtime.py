@@ -52,7 +52,8 @@ class _Parts(DispatchMode):
         return Calls.each(data.chunk(worker_group.world_size))
 
     def collect(self, worker_group: Any, outputs: Any) -> DataProto:
-        return DataProto.concat(list(outputs))
+        joined: DataProto = DataProto.concat(list(outputs))
+        return joined
 
 
 class SuiteWorker(Worker):
@@ -153,7 +154,7 @@ class RuntimeSuite:
         if not self.own_processes:
             pytest.skip("own_processes is False")
         with self.group(runtime, env={"ROLLCAST_SUITE": "here"}) as group:
-            found = {place[4] for place in group.place()}  # type: ignore[attr-defined]
+            found = {place[4] for place in group.place()}
             require(found == {"here"}, f"processes have the variables of env: {found}")
 
     def test_workers_keep_their_state(self, runtime: Runtime) -> None:
@@ -161,7 +162,7 @@ class RuntimeSuite:
             for expected in (2, 4):
                 found: Any = first.increase(2)
                 require(found == [expected] * self.world_size, f"a worker keeps its state: {found}")
-            require(second.increase() == [1] * self.world_size, "groups do not share workers")  # type: ignore[attr-defined]
+            require(second.increase() == [1] * self.world_size, "groups do not share workers")
 
     def test_calls_are_executed_in_order(self, runtime: Runtime) -> None:
         with self.group(runtime) as group:
@@ -188,11 +189,11 @@ class RuntimeSuite:
         with self.group(runtime) as group:
             last = self.world_size - 1
             with pytest.raises(WorkerError, match=rf"fail failed on rank {last} .*PlantedError") as caught:
-                group.fail(last)  # type: ignore[attr-defined]
+                group.fail(last)
             require(f"planted on rank {last}" in str(caught.value), "the message has the worker's words")
             cause = caught.value.__cause__
             require(isinstance(cause, PlantedError), f"the cause is the worker's exception, not {cause!r}")
-            require(group.increase() == [1] * self.world_size, "a group works on after an error")  # type: ignore[attr-defined]
+            require(group.increase() == [1] * self.world_size, "a group works on after an error")
 
     def test_a_constructor_that_fails_ends_the_start(self, runtime: Runtime) -> None:
         last = self.world_size - 1
@@ -200,7 +201,7 @@ class RuntimeSuite:
         with pytest.raises(WorkerError, match=law), self.group(runtime, "", last):
             pass
         with self.group(runtime) as group:
-            require(len(group.place()) == self.world_size, "the runtime works on after it")  # type: ignore[attr-defined]
+            require(len(group.place()) == self.world_size, "the runtime works on after it")
 
     def test_a_deadline_ends_the_wait_and_not_the_call(self, runtime: Runtime) -> None:
         if not self.own_processes:
@@ -216,7 +217,7 @@ class RuntimeSuite:
         before = {thread.name for thread in threading.enumerate() if not thread.daemon}
         runtime = self.build()
         with self.group(runtime) as group:
-            processes = {place[3] for place in group.place()} - {os.getpid()}  # type: ignore[attr-defined]
+            processes = {place[3] for place in group.place()} - {os.getpid()}
         runtime.shutdown()
         runtime.shutdown()
         left = {thread.name for thread in threading.enumerate() if not thread.daemon} - before

@@ -305,5 +305,5 @@ def _watching(seen: _Seen, fail_in: int | None) -> Iterator[None]:
 
 
 def _threads() -> set[str]:
-    """Return the names of the threads that keep a process from ending."""
-    return {thread.name for thread in threading.enumerate() if not thread.daemon}
+    """Return names and numbers of the threads that keep a process from ending."""
+    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate() if not thread.daemon}

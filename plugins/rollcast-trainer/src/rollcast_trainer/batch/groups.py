@@ -41,7 +41,7 @@ def mean_interval(uid: torch.Tensor, score: torch.Tensor) -> tuple[float, float]
     Returns:
         Lower and upper bound; None with fewer than two groups.
     """
-    groups, place = uid.unique(return_inverse=True)
+    groups, place = torch.unique(uid, return_inverse=True)
     sizes = torch.bincount(place)
     if len(groups) < 2:
         return None
