@@ -101,7 +101,11 @@ def cluster() -> Iterator[str]:
 
 
 def test_a_cluster_of_two_nodes(tutorial: Commands, cluster: str) -> None:
-    follow(tutorial, "cluster.sh", *FEW, f"runtime.address={cluster}", "trainer.export=false", "data.val_files=[]")
+    # The nodes are started in the folder of the tests, not in the reader's.
+    start = f"model.path={tutorial.folder / START}"
+    follow(
+        tutorial, "cluster.sh", *FEW, start, f"runtime.address={cluster}", "trainer.export=false", "data.val_files=[]"
+    )
     config = (tutorial.folder / "runs/cluster/config.yaml").read_text()
     assert "nnodes: 2" in config
     assert [row["step"] for row in read_metrics(tutorial.folder / "runs/cluster")] == [1]
