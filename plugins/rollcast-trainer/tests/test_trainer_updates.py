@@ -64,11 +64,11 @@ class Fixed:
         self.engine.optimizer_zero_grad()
         with self.engine.train_mode():
             _, metrics = self.engine.forward_backward_batch(data, loss, settings)
-        found = {
-            name: parameter.grad.clone()
-            for name, parameter in self.engine.module.named_parameters()
-            if parameter.grad is not None
-        }
+            found = {
+                name: parameter.grad.clone()
+                for name, parameter in self.engine.module.named_parameters()
+                if parameter.grad is not None
+            }
         self.engine.optimizer_zero_grad()
         return found, metrics
 
@@ -324,7 +324,7 @@ def test_the_exact_kl_over_the_vocabulary(small_task: SmallTask, tmp_path: Path)
         engine.optimizer_zero_grad()
         with engine.train_mode():
             _, metrics = engine.forward_backward_batch(data, worker.setup.loss_function, settings)
-        gradients = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+            gradients = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
     batch = padded_batch(batch)
     mask = batch["response_mask"]
     kl = (dense_kl(policy, reference, batch, 0.8) * mask).sum() / mask.sum()

@@ -281,7 +281,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """Return a context in which dropout is on and the weights are on the device."""
+        """Return a context in which dropout is on and the weights are on the device.
+
+        Gradients last until the outermost context ends; an engine may drop them then.
+        """
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:

@@ -139,7 +139,8 @@ def other_columns(row: Row, config: DataConfig) -> dict[str, Any]:
 
     An answer in a column of another name stays there too, for rewards that read it by its name. Tools are parsed.
     """
-    used = {config.prompt_key, _GROUND_TRUTH, config.data_source_key, "extra_info"}
+    used = {config.prompt_key, config.data_source_key, "extra_info"}
+    used |= {_GROUND_TRUTH} if config.ground_truth_key == _GROUND_TRUTH else set()
     others = {key: value for key, value in row.values.items() if key not in used}
     if config.tools_key in others:
         others |= {config.tools_key: read_tools(row, config.tools_key)}

@@ -52,7 +52,7 @@ class TorchEngine(BaseEngine):
 
     @abstractmethod
     def mode(self, training: bool) -> AbstractContextManager[None]:
-        """Enter train or eval mode with the weights on the device; gradients are left alone."""
+        """Enter train or eval mode with the weights on the device."""
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
