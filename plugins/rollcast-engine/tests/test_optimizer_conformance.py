@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -41,9 +43,16 @@ class TestSgd(OptimizerSuite):
         return torch.optim.SGD(parameters, lr=lr, weight_decay=optim.weight_decay, momentum=0.9, foreach=False)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+class TestAdamw8bit(TestAdamw):
+    """torchao keeps the moments of small parameters, as these are, in float32; a larger one is in test_engine_optim."""
+
+    name = "adamw_8bit"
+
+
 def test_every_optimizer_of_this_distribution_is_tested_here() -> None:
     ours = {name for name in optimizers.names() if optimizers.find(name).distribution == "rollcast-engine"}
-    assert ours == {"adamw", "sgd"}
+    assert ours == {"adamw", "adamw_8bit", "sgd"}
 
 
 class TestExportCommand(CommandSuite):
