@@ -84,7 +84,8 @@ class OptimizerSuite:
         held = [id(each) for group in optimizer.param_groups for each in group["params"]]
         require(sorted(held) == sorted(map(id, parameters)), "the groups hold every given parameter exactly once")
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        require(all(math.isclose(rate, optim.lr, rel_tol=1e-6) for rate in rates), f"the rates of the groups {rates} are the given {optim.lr}")
+        is_given = all(math.isclose(rate, optim.lr, rel_tol=1e-6) for rate in rates)
+        require(is_given, f"the rates of the groups {rates} are the given {optim.lr}")
 
     def test_building_it_changes_no_parameter(self, factory: OptimizerFactory) -> None:
         parameters = self.parameters()
