@@ -7,7 +7,7 @@ from rollcast_testing import CommandSuite, RuntimeSuite
 
 class TestRay(RuntimeSuite):
     name = "ray"
-    options = {"num_cpus": 4}  # noqa: RUF012
+    options = {"num_cpus": 8}  # noqa: RUF012
 
 
 class TestReplay(CommandSuite):

@@ -81,7 +81,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
         (["actor.use_kl_loss=true", "actor.kl_loss_type=k9"], PluginNotFoundError, r"actor.kl_loss_type.*k9"),
         (["trackers=[jsnl]"], PluginNotFoundError, r"jsnl.*jsonl"),
         (["rollout.weight_sync=nccl"], PluginNotFoundError, r"nccl.*in_process"),
-        (["actor.clip_ratio_c=0.5"], ConfigError, r"clip_ratio_c"),
+        (["actor.clip_ratio_c=0.5"], ConfigError, r"actor.clip_ratio_c must be above 1, got 0.5"),
     ],
 )
 def test_settings_that_cannot_work_touch_nothing(

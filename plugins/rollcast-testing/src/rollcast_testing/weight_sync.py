@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -411,13 +412,17 @@ class WeightSyncSuite:
         self, sync_class: type[BaseWeightSync], replicas: list[ReplicaProcess], tmp_path: Path
     ) -> None:
         """Check files in the shared folder, descriptors and threads of this process after ``close``."""
-        counts = []
+        counts: list[tuple[int, int]] = []
         for _ in range(3):
             sync = self.build(sync_class, NamedTensors(self.tensors()), replicas, folder=str(tmp_path))
             for version in (1, 2):
                 self.send(sync, version)
             sync.close()
             del sync
+            # A thread that was told to end takes a moment.
+            deadline = time.monotonic() + 5.0
+            while counts and threading.active_count() > counts[-1][1] and time.monotonic() < deadline:
+                time.sleep(0.02)
             counts.append((_descriptors(), threading.active_count()))
         left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
         require(not left, f"no file is left in the shared folder: {left}")
