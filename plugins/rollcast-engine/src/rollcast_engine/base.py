@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from rollcast.contracts.device import local_device
 from rollcast.contracts.engine import BaseEngine, EngineSetup
 from rollcast.errors import CheckpointError
 from rollcast_engine.optim import check_optim, learning_rate
+from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import agree
 
 if TYPE_CHECKING:
@@ -43,6 +45,25 @@ class TorchEngine(BaseEngine):
             check_optim(setup.optim, f"{setup.section}.optim")
         self.device = torch.device("cpu")
         self.schedule_step = 0
+        self._pending_save: PendingSave | None = None
+        self._checkpoint_group: dist.ProcessGroup | None = None
+
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """Return the group in which a thread writes checkpoints; None for a single rank. All ranks must call.
+
+        Collectives of the writing thread must not interleave with those of training, so it has a group of its own.
+        """
+        if self.setup.context.world_size > 1 and self._checkpoint_group is None:
+            self._checkpoint_group = dist.new_group(backend="gloo")
+        return self._checkpoint_group
+
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is None or pending.finish(wait):
+            return True
+        self._pending_save = pending
+        return False
 
     def use_local_device(self) -> None:
         """Compute on this rank's accelerator from now on, if the machine has one."""

@@ -20,7 +20,6 @@ from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer, set_lr
-from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_engine.transfer import CopyStream
@@ -89,8 +88,6 @@ class FsdpEngine(TorchEngine):
         #: True if the weights may differ from those that were last offloaded.
         self._changed = True
         self._reference: Reference | BaseModelReference | None = None
-        self._pending_save: PendingSave | None = None
-        self._checkpoint_group: Any = None
 
     @classmethod
     def compute_dtype(cls, config: FsdpConfig) -> str:
@@ -320,18 +317,7 @@ class FsdpEngine(TorchEngine):
             CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
         """
         self.finish_checkpoint(wait=True)
-        if self.sharding is not None and self._checkpoint_group is None:
-            # A separate group: collectives of the writing thread must not interleave with those of training.
-            self._checkpoint_group = torch.distributed.new_group(backend="gloo")
-        self._pending_save = checkpoints.start_save(path, self._state(), self._checkpoint_group)
-
-    def finish_checkpoint(self, wait: bool) -> bool:
-        """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is None or pending.finish(wait):
-            return True
-        self._pending_save = pending
-        return False
+        self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
 
     def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint of :meth:`save_checkpoint`, on the same or another number of ranks.

@@ -23,7 +23,6 @@ from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
-from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
@@ -93,8 +92,6 @@ class MegatronEngine(TorchEngine):
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
-        self._pending_save: PendingSave | None = None
-        self._checkpoint_group: dist.ProcessGroup | None = None
 
     @classmethod
     def compute_dtype(cls, config: MegatronConfig) -> str:
@@ -296,18 +293,7 @@ class MegatronEngine(TorchEngine):
             CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
         """
         self.finish_checkpoint(wait=True)
-        if self.mesh.world_size > 1 and self._checkpoint_group is None:
-            # A separate group: collectives of the writing thread must not interleave with those of training.
-            self._checkpoint_group = dist.new_group(backend="gloo")
-        self._pending_save = checkpoints.start_save(path, self._state(), self._checkpoint_group)
-
-    def finish_checkpoint(self, wait: bool) -> bool:
-        """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is None or pending.finish(wait):
-            return True
-        self._pending_save = pending
-        return False
+        self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
 
     def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint of :meth:`save_checkpoint`, on the same or another mesh.
