@@ -82,14 +82,9 @@ class TestTrackio(WithLibrary):
     name = library = "trackio"
 
 
-class TestClearml(WithLibrary):
-    name = library = "clearml"
-
-    def settings(self, folder: Path) -> Mapping[str, Any]:
-        return {"offline": True}
-
-
 def test_every_tracker_of_this_distribution_is_tested_here() -> None:
     ours = {name for name in trackers.names() if trackers.find(name).distribution == "rollcast-trackers"}
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, TrackerSuite)]
-    assert {case.name for case in here if case.name} == ours
+    # ClearML forks a monitor for each task and waits for its analysis of the repository, so that several tasks in one
+    # process may hang. `test_clearml_offline` has the only one.
+    assert {case.name for case in here if case.name} == ours - {"clearml"}
