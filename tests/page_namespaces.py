@@ -107,8 +107,11 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Simu
     """A simulated cluster in the place of Ray."""
     import rollcast_ray
     import rollcast_ray.runtime
+    from rollcast.protocol import meta_rules
 
-    with SimulatedRuntime(nodes=4, processes_per_node=8, **options) as cluster:
+    # A page registers this rule, which other tests of the process must not find.
+    rule = meta_rules.temporarily("timing", None)
+    with rule, SimulatedRuntime(nodes=4, processes_per_node=8, **options) as cluster:
 
         def group(pool: Any, roles: Any, *, detached: bool = False, **given: Any) -> WorkerGroup:
             made[given.get("name", "")] = WorkerGroup(pool, roles, runtime=cluster, **given)
