@@ -73,6 +73,14 @@ def output_of(slurm: dict[str, str]) -> Path:
 def test_the_slurm_script_runs_on_two_nodes_and_requeues_a_preempted_job(slurm: dict[str, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = start(slurm, run_dir)
+    try:
+        check(job, slurm, run_dir)
+    finally:
+        job.terminate()  # the script stops Ray
+        job.wait(60)
+
+
+def check(job: subprocess.Popen[bytes], slurm: dict[str, str], run_dir: Path) -> None:
     deadline = time.monotonic() + 240
     while not (run_dir / "checkpoints" / "step_1").is_dir():
         assert job.poll() is None, output_of(slurm).read_text()
@@ -84,7 +92,6 @@ def test_the_slurm_script_runs_on_two_nodes_and_requeues_a_preempted_job(slurm: 
     assert "nnodes: 2" in (run_dir / "config.yaml").read_text()
     with pytest.raises(ConnectionError):  # the job stops what it started
         socket.create_connection(("127.0.0.1", int(slurm["ROLLCAST_RAY_PORT"])), 5)
-    assert "nnodes: 2" in (run_dir / "config.yaml").read_text()
 
 
 def test_the_job_of_kuberay_composes() -> None:

@@ -141,6 +141,16 @@ def test_a_killed_copy_is_not_taken_for_a_complete_one(memory: Any, monkeypatch:
     assert (copy.make() / "config.json").read_bytes() == b"{}"
 
 
+def test_the_cache_is_private(memory: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = NodeCopies().plan("memory://bucket/model/config.json")
+    assert copy.make().read_bytes() == b"{}"
+    assert cache.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    other = NodeCopies().plan("memory://bucket/model")
+    with pytest.raises(ResourceError, match="belongs to another user"):
+        other.make()
+
+
 def test_a_full_disk_is_named(memory: Any) -> None:
     plan = NodeCopies().plan("memory://bucket/model")
     copy = NodeCopy(plan.source, plan.target, plan.fingerprint, 1 << 60)

@@ -56,6 +56,17 @@ def generated(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -
     return output
 
 
+def test_model_and_prompts_may_be_urls(
+    small_task: SmallTask, generated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCAST_CACHE_DIR", str(tmp_path / "cache"))
+    output = tmp_path / "out.jsonl"
+    prompts = f"file://{small_task.folder / 'train.jsonl'}"
+    run(generate_app, prompts, str(output), *settings(small_task, f"model.path=file://{small_task.model}"))
+    assert read_jsonl(output) == read_jsonl(generated)
+    assert any((tmp_path / "cache").rglob("model*.safetensors"))
+
+
 def test_generate_goes_on_where_it_was_cut_off(small_task: SmallTask, generated: Path, tmp_path: Path) -> None:
     prompts, output = small_task.folder / "train.jsonl", tmp_path / "out.jsonl"
     shutil.copytree(generated.parent, tmp_path, dirs_exist_ok=True)

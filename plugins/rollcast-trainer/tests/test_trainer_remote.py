@@ -132,6 +132,30 @@ def test_a_remote_checkpoint_is_exported_to_a_url(small_task: SmallTask, memory:
         export(f"{URL}/step_2", "memory://exports/two")
 
 
+def test_the_models_of_other_roles_may_be_remote(small_task: SmallTask, memory: Any, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(small_task.model, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "scores")
+    memory.put(str(tmp_path / "scores"), "/models/scores", recursive=True)
+    changes = [
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=memory://models/tiny",
+        "reward_model.enable=true",
+        "reward_model.model.path=memory://models/scores",
+        "trainer.total_steps=1",
+        "trainer.save_freq=-1",
+    ]
+    launch(remote(small_task, tmp_path / "run", *changes))
+    (row,) = read_metrics(tmp_path / "run")[1:]
+    assert {"critic/vf_loss", "reward/model_mean"} <= row.keys()
+
+
+def test_a_data_file_that_is_missing_is_named_with_its_key(small_task: SmallTask, memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file matches data.val_files: memory://data/\*.parquet"):
+        launch(remote(small_task, tmp_path / "run", "data.val_files=['memory://data/*.parquet']"))
+
+
 @pytest.mark.long
 def test_the_workers_of_a_cluster_copy_the_model_themselves(
     small_task: SmallTask, tmp_path: Path, cache: Path, whole_run: Path, ray_is_up: None

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _URL = re.compile(r"[A-Za-z][\w+.-]*(::|://)")
 #: Facts of a file that change when its content does, by the names that file systems give them; the first one counts.
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "modificationTime", "mtime", "created")
+#: Errors of file systems, and of their drivers' arguments.
+_FAILURES = (OSError, ImportError, TypeError, ValueError)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the point is that it is shared memory
 
 
@@ -110,7 +112,8 @@ class NodeCopy:
         target = Path(self.target)
         if target.exists():
             return target
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(target.parent.parent)
+        target.parent.mkdir(exist_ok=True)
         with _locked(target.parent / "lock"):
             if not target.exists():
                 self._copy(target)
@@ -132,11 +135,11 @@ class NodeCopy:
                 raise ResourceError(f"{self.source} has changed since the run started; start the run again")
             files.get(path, str(unfinished), recursive=True)
             os.replace(unfinished, target)
-        except (OSError, ImportError, ValueError) as error:
-            if isinstance(error, ResourceError):
-                raise
+        except _FAILURES as error:
             raise ResourceError(f"{self.source} cannot be copied: {explain_url(self.source, error)}") from error
         finally:
+            if unfinished.is_file():
+                unfinished.unlink()
             shutil.rmtree(unfinished, ignore_errors=True)
         seconds = time.monotonic() - started
         logger.info("copied %s (%s) to %s in %.1f s", self.source, _gib(self.size), target, seconds)
@@ -202,7 +205,7 @@ class NodeCopies:
         try:
             files, path = _open(source)
             fingerprint, size = _read_fingerprint(files, path)
-        except (OSError, ImportError, TypeError, ValueError) as error:
+        except _FAILURES as error:
             shown = f"{key}={source}" if key else source
             raise ConfigError(f"{shown} cannot be read: {explain_url(source, error)}") from error
         name = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2]) or "root"
@@ -249,7 +252,7 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         try:
             self._files, self._path = _open(self.url)
-        except (OSError, ImportError, TypeError, ValueError) as error:
+        except _FAILURES as error:
             raise ConfigError(f"{key}={url} cannot be opened: {explain_url(url, error)}") from error
 
     def upload(self, source: Path, name: str) -> None:
@@ -319,9 +322,7 @@ class RemoteFolder:
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ImportError, TypeError, ValueError) as error:
-            if isinstance(error, ResourceError):
-                raise
+        except _FAILURES as error:
             raise ResourceError(f"{what}: {explain_url(self.url, error)}") from error
 
 
@@ -338,7 +339,7 @@ def _expand(pattern: str, key: str) -> list[str]:
     try:
         files, path = _open(pattern)
         matches = sorted(str(each) for each in files.glob(path)) if re.search(r"[*?\[]", path) else [path]
-    except (OSError, ImportError, TypeError, ValueError) as error:
+    except _FAILURES as error:
         raise ConfigError(f"{shown} cannot be read: {explain_url(pattern, error)}") from error
     if not matches:
         raise ConfigError(f"no file matches {shown}")
@@ -379,6 +380,20 @@ def _marked_fields(schema: type) -> dict[str, bool]:
         elif any(dataclasses.is_dataclass(kind) for kind in kinds):
             found[each.name] = False
     return found
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder that only this user can write to; the temporary folder is everybody's.
+
+    Raises:
+        ResourceError: the folder exists and belongs to somebody else.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ResourceError(
+            f"{folder} belongs to another user, who could change the models in it; remove it, or set "
+            "ROLLCAST_CACHE_DIR to a folder of your own"
+        )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollcast.contracts.admission import AdmissionSettings, admissions
 from rollcast.contracts.device import find_device
+from rollcast.contracts.storage import is_url
 from rollcast.errors import ConfigError
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory.memory_facts import placed_roles, plan_memory
@@ -274,7 +275,7 @@ def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tupl
         notes.append("the data files were not read")
         return None, unread
     files = [*data.train_files, *data.val_files]
-    if data.preprocess is not None and not all(Path(file).exists() for file in files):
+    if data.preprocess is not None and not all(is_url(file) or Path(file).exists() for file in files):
         notes.append(f"the rows are not known yet: data.preprocess={data.preprocess} writes them when the run starts")
         return None, unread
     if not Path(task.model.path).is_dir():

@@ -27,8 +27,8 @@ __all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_model"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def check_model(plan: ModelMap, config: MegatronConfig) -> None:
-    """Check that the model can be split as the keys say.
+def check_model(plan: ModelMap, config: MegatronConfig) -> tuple[int, ...]:
+    """Check that the model can be split as the keys say; return the number of layers of each pipeline stage.
 
     Raises:
         EngineKeyError: it cannot; the message names the key, the model's size and valid values.
@@ -48,16 +48,18 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> None:
                 f"is {tensor}, which does not divide the model's {size} {what}; "
                 f"sizes that fit its heads: {', '.join(map(str, fitting))}",
             )
-    if config.stage_layers(plan.layers) is None:
-        _refuse_stages(plan.layers, config)
+    layers = config.stage_layers(plan.layers)
+    if layers is None:
+        raise _stage_error(plan.layers, config)
+    return layers
 
 
-def _refuse_stages(layers: int, config: MegatronConfig) -> None:
+def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:
     stages = config.pipeline_model_parallel_size
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     if first is None and last is None:
         fitting = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise EngineKeyError(
+        return EngineKeyError(
             "pipeline_model_parallel_size",
             f"is {stages}, which does not divide the model's {layers} layers; sizes that fit: "
             f"{', '.join(map(str, fitting))}; or give the first or last stage another number of layers "
@@ -66,7 +68,7 @@ def _refuse_stages(layers: int, config: MegatronConfig) -> None:
     key = "num_layers_in_first_pipeline_stage" if first is not None else "num_layers_in_last_pipeline_stage"
     between = stages - sum(each is not None for each in (first, last))
     left = layers - sum(each for each in (first, last) if each is not None)
-    raise EngineKeyError(
+    return EngineKeyError(
         key,
         f"is {first if first is not None else last}: with num_layers_in_first_pipeline_stage={first} and "
         f"num_layers_in_last_pipeline_stage={last}, {left} of the model's {layers} layers are left for the {between} "

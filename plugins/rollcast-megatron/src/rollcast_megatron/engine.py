@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
-    from rollcast_megatron.maps import ModelMap
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -107,11 +106,11 @@ class MegatronEngine(TorchEngine):
         self.use_local_device()
         model_map = find_map(load_hf_config(setup.model))
         with naming_keys(setup.section):
-            check_model(model_map, self.config)
+            layers = check_model(model_map, self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
-        self.plan = self._plan(model_map)
+        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers)
         self.stage = build_model(self.plan, self.config, self.device)
         parameters = dict(self.stage.named_parameters())
         if folder is not None:
@@ -122,11 +121,6 @@ class MegatronEngine(TorchEngine):
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
-
-    def _plan(self, model: ModelMap) -> Plan:
-        check_model(model, self.config)
-        stages = self.config.stage_layers(model.layers)
-        return Plan(model, self.mesh, self.setup.model_type == "value_model", stages or ())
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -342,7 +336,8 @@ class MegatronEngine(TorchEngine):
         model_map = find_map(load_hf_config(self.setup.model))
         self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
         self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
-        self.plan = self._plan(model_map)
+        is_value = self.setup.model_type == "value_model"
+        self.plan = Plan(model_map, self.mesh, is_value, check_model(model_map, self.config))
         self.stage = build_model(self.plan, self.config, self.device)
 
     def get_data_parallel_rank(self) -> int:

@@ -193,6 +193,4 @@ def build_from_config(config: DictConfig) -> LoopTrainer:
             f"trainer.name={name} is not a trainer of rollcast-trainer, so its stages are unknown before it "
             "runs; choose one that is, such as ppo"
         )
-    task = TaskRunner(config, trainer_class.schema)
-    task.copies.make()
-    return trainer_class(task)
+    return trainer_class(TaskRunner(config, trainer_class.schema))

@@ -147,7 +147,7 @@ def measure_prompts(trainer: LoopTrainer) -> Lengths:
     from rollcast.protocol import Jagged
 
     data = trainer.task.data
-    dataset = trainer.task.build_dataset(data.train_files, data.dataset)
+    dataset = trainer.task.build_dataset("train_files", data.dataset)
     if not len(dataset):
         raise DataError(f"data.train_files={data.train_files} has no prompts to measure; leave --read-data out")
     step = max(len(dataset) // _PROMPTS, 1)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollcast import compose, format_override
 from rollcast.contracts.command import show_progress
+from rollcast.contracts.storage import is_url
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
 from rollcast_data.contract import preprocessors
@@ -36,7 +37,7 @@ def preprocess_data(data: DataConfig, seed: int) -> None:
         raise ConfigError(f"data.preprocess={data.preprocess} needs data.preprocess_dir, the folder to write into")
     preprocessor = preprocessors.get(data.preprocess, requested_by="data.preprocess")()
     files = [*data.train_files, *data.val_files]
-    if files and all(Path(file).exists() for file in files):
+    if files and all(is_url(file) or Path(file).exists() for file in files):
         return
     source = None if data.preprocess_source is None else Path(data.preprocess_source)
     with show_progress(f"preprocessing {data.preprocess}"):

@@ -88,6 +88,8 @@ class StagedTrainer(BaseTrainer):
         self.records = task.replay_of is None and task.runtime_config.record_trajectories
         if task.replay_of is not None:
             self.record.check_config(task.plain)
+        # Stages look at the models of their roles.
+        task.copy_models()
         built = self.build_stages()
         self.places: Sequence[Place] = [place for place, _ in built]
         self.stages: list[Stage] = [stage for _, stage in built]

@@ -173,6 +173,16 @@ class TaskRunner:
             raise ConfigError(f"{path}.name is not set; choose one with {group}=...")
         return str(name)
 
+    def copy_models(self) -> None:
+        """Copy remote models to this node.
+
+        Raises:
+            ResourceError: a model cannot be copied.
+        """
+        if self.copies.planned:
+            with show_progress("copying models"):
+                self.copies.make()
+
     # -- start and stop -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -183,7 +193,6 @@ class TaskRunner:
             self.start_step = prepare_run_dir(self.run_dir, self.plain)
             write_config(self.run_dir, OmegaConf.to_yaml(self.config))
             preprocess_data(self.data, self.trainer.seed)
-            self.copies.make()
             check_positions(self.model.path, self.data)
         except BaseException:
             self._lock.release()
@@ -304,10 +313,16 @@ class TaskRunner:
         """Return True if a role is not in the actor's pool."""
         return self.pools.mapping[role] != self.pools.mapping[Role.ACTOR_ROLLOUT]
 
-    def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
-        """Return a dataset over ``files`` with the config's settings; ``changes`` override some of them."""
+    def build_dataset(self, key: str, name: str, **changes: Any) -> BaseDataset:
+        """Return a dataset over the files of a config key, with the config's settings.
+
+        Args:
+            key: ``train_files`` or ``val_files``.
+            name: registry name of the dataset.
+            **changes: keys of the ``data`` section to override.
+        """
         settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
-        files = fetch_files(files)
+        files = fetch_files(getattr(self.data, key), f"data.{key}")
         dataset_class = cast("Any", datasets.get(name))
         return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
 
@@ -320,7 +335,7 @@ class TaskRunner:
         if not self.data.train_files:
             raise ConfigError("data.train_files is empty; list at least one JSONL or Parquet file")
         with _naming("data.train_files"):
-            dataset = self.build_dataset(self.data.train_files, self.data.dataset)
+            dataset = self.build_dataset("train_files", self.data.dataset)
         with _naming("data.train_batch_size"):
             size, workers = self.data.train_batch_size, self.data.num_workers
             return EpochIterator(build_loader(dataset, size, self.data.shuffle, self.trainer.seed, True, workers))
@@ -338,7 +353,7 @@ class TaskRunner:
         if not self.data.val_files:
             return []
         with _naming("data.val_files"):
-            dataset = self.build_dataset(self.data.val_files, dataset_name, **changes)
+            dataset = self.build_dataset("val_files", dataset_name, **changes)
             rows = FirstRows(dataset, self.data.val_max_samples)
             size = min(self.data.val_batch_size or len(rows), len(rows))
             return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
