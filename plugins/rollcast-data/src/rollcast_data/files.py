@@ -16,7 +16,7 @@ from typing import Any
 
 from rollcast.errors import DataError
 
-__all__ = ["Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
+__all__ = ["HUB_NAME", "Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 
 _MISSING: Any = object()
 #: Longest row of a file in bytes. A longer row is probably a file without line breaks, and would fill the memory.
@@ -97,7 +97,7 @@ def _missing_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         hint = ""
-        if _HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in _READERS:
+        if HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in _READERS:
             hint = (
                 f"; for a dataset of the Hugging Face Hub, run hf download {path} --repo-type dataset "
                 f"--local-dir {path.name}, and name its files, such as '{path.name}/**/train-*.parquet'"
@@ -250,7 +250,7 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".parquet": _read_parquet,
 }
 #: A name of the Hugging Face Hub, which is also a relative path.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollcast.errors import ConfigError
+from rollcast_data.files import HUB_NAME
 
 __all__ = ["load_tokenizer", "read_stop_token_ids"]
 
@@ -18,9 +18,6 @@ _log = logging.getLogger("rollcast.data")
 
 # Any one of these is enough for transformers to build a tokenizer from.
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-
-# A name of the Hugging Face Hub, which is also a relative path.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 # Class names that transformers 4 and 5 write for a tokenizer that is defined completely by its tokenizer.json.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -42,7 +39,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "does not exist"
         hint = ""
-        if _HUB_NAME.fullmatch(str(path)) and not folder.parent.is_dir():
+        if HUB_NAME.fullmatch(str(path)) and not folder.parent.is_dir():
             hint = (
                 f"; for a model of the Hugging Face Hub, run hf download {path} --local-dir {folder.name}, and set "
                 f"model.path={folder.name}"

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
-from rollcast_engine.metadata import check_metadata
+from rollcast_engine.metadata import read_metadata
 from rollcast_engine.rng import capture_rng
 
 __all__ = [
@@ -131,7 +131,8 @@ def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
     Raises:
         CheckpointError: a shard or its checksum is missing, or the shard has changed; the message names the file.
     """
-    check_metadata(path / SHARDS / ".metadata")
+    # Before anything else: an index that names code is refused.
+    read_metadata(path / SHARDS / ".metadata")
     known: dict[str, Sequence[int]] = {}
     for rank in range(ranks):
         file = path / "sums" / f"rank_{rank}.json"

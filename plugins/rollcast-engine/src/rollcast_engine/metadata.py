@@ -12,7 +12,7 @@ from rollcast.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["check_metadata", "read_metadata"]
+__all__ = ["read_metadata"]
 
 #: Module of the classes and enums in an index.
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -45,15 +45,6 @@ class _PlainUnpickler(pickle.Unpickler):
             if isinstance(found, type) and found.__module__ == _MODULE:
                 return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index")
-
-
-def check_metadata(file: Path) -> None:
-    """Check that the index of a checkpoint is plain data, before anything else of the checkpoint is read.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, or names code.
-    """
-    read_metadata(file)
 
 
 def read_metadata(file: Path) -> Metadata:

@@ -9,7 +9,7 @@ Example of an optimizer, to be registered in the entry-point group ``rollcast.op
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -140,10 +140,14 @@ def adamw_8bit(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of all groups; torchao's optimizers keep it in a tensor, which must stay the same."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        _set_rate(group, lr)
+
+
+def _set_rate(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def sgd(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
@@ -165,8 +169,7 @@ def prime_optimizer(optimizer: Optimizer) -> None:
         return
     if any(parameter.grad is not None for parameter in parameters):
         raise RuntimeError("an optimizer cannot be primed between a backward pass and its step")
-    rate = float(optimizer.param_groups[0]["lr"])
-    before = [group.get("weight_decay") for group in optimizer.param_groups]
+    before = [(float(group["lr"]), group.get("weight_decay")) for group in optimizer.param_groups]
     set_lr(optimizer, 0.0)
     for group in optimizer.param_groups:
         if "weight_decay" in group:
@@ -176,8 +179,8 @@ def prime_optimizer(optimizer: Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     finally:
-        set_lr(optimizer, rate)
-        for group, decay in zip(optimizer.param_groups, before, strict=True):
+        for group, (rate, decay) in zip(optimizer.param_groups, before, strict=True):
+            _set_rate(group, rate)
             if "weight_decay" in group:
                 group["weight_decay"] = decay
         optimizer.zero_grad(set_to_none=True)

@@ -16,8 +16,6 @@ from rollcast_engine.transfer import move, prefetched
 from rollcast_fsdp.offload import ActivationOffload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from rollcast.contracts.engine import LossFunction
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from rollcast_engine.transfer import CopyStream
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
-    from rollcast_fsdp.step import ForwardInputs, Score, TokenForward
+    from rollcast_fsdp.step import Score, TokenForward
 
 __all__ = ["Passes"]
 
@@ -95,9 +93,6 @@ class Passes:
         finally:
             self._after(training, finished)
         return {name: output.cpu() for name, output in outputs.items()}, sums
-
-    def _inputs(self, plan: BatchPlan, count: int) -> Iterator[ForwardInputs]:
-        return prefetched(lambda index: self.forward.prepare(plan.cut(index)), count, self._copies)
 
     def drop_unreduced_gradients(self) -> None:
         """Clear gradients that an interrupted backward left inside FSDP2; drop the module's gradients afterwards."""

@@ -204,16 +204,9 @@ def _validation(frame: Frame) -> str:
     for name, unit in (("val/accuracy", "%"), ("val/loss", ""), ("val/reward", "")):
         if name in found:
             text = f"{name.removeprefix('val/')} {format_number(found[name], unit)}"
-            low = next(
-                (value for key, value in found.items() if key.startswith("val/acc/mean@") and key.endswith("/low")),
-                None,
-            )
-            high = next(
-                (value for key, value in found.items() if key.startswith("val/acc/mean@") and key.endswith("/high")),
-                None,
-            )
-            if unit == "%" and low is not None and high is not None:
-                text += f" ({format_number(low, unit)} to {format_number(high, unit)})"
+            bounds = {key.rpartition("/")[2]: each for key, each in found.items() if key.startswith("val/acc/mean@")}
+            if unit == "%" and {"low", "high"} <= bounds.keys():
+                text += f" ({format_number(bounds['low'], unit)} to {format_number(bounds['high'], unit)})"
             return text
     return ", ".join(f"{name} {value:.4g}" for name, value in list(found.items())[:2])
 
