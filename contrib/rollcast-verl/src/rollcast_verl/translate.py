@@ -61,12 +61,7 @@ class Translation:
     @property
     def overrides(self) -> list[str]:
         """Arguments of ``rollcast train``."""
-        return [
-            format_override(key, value)
-            if isinstance(value, str) and not _PLAIN.fullmatch(value)
-            else f"{key}={_text(value)}"
-            for key, value in self.settings.items()
-        ]
+        return [f"{key}={_text(value)}" for key, value in self.settings.items()]
 
     def check(self) -> None:
         """Compose the overrides with rollcast's schemas.
