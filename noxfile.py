@@ -186,7 +186,7 @@ def coverage(session: nox.Session) -> None:
     data = workspace(session) / "coverage"
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir(parents=True)
-    session.env |= {"OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data / "lines")}
+    session.env.update({"OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data / "lines")})
     options = session.posargs or in_processes()
     session.run("coverage", "run", *PYTEST, *options, success_codes=[0, 1])  # a failed test runs lines too
     session.run("coverage", "combine", "-q")
