@@ -60,7 +60,7 @@ def test_the_tutorials_estimator_trains(plugin: PagePackage) -> None:
         *("train", "recipe=quickstart", "runtime=local", "run_dir=runs/maxdev", "placement.n_gpus_per_node=1"),
         *("trainer.warm_start=null", "model.random_init=true", "data.train_batch_size=8", "data.val_max_samples=8"),
         *("actor.ppo_mini_batch_size=4", "rollout.n=4", "trainer.export=false", "trainer.total_steps=1"),
-        *("algorithm.adv_estimator=maxdev", "+algorithm.adv_kwargs.limit=2.0"),
+        *("algorithm.adv_estimator=maxdev", "algorithm.adv_kwargs.limit=2.0"),
     )
     rows = read_metrics(plugin.folder / "runs/maxdev")
     assert [row["step"] for row in rows] == [0, 1]

@@ -98,6 +98,14 @@ def multiplying_by_the_mask(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 
 @advantage(compares_samples=True)
+def dividing_by_any_spread(inputs: AdvantageInputs) -> AdvantageOutputs:
+    scores = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).double().sum(-1)
+    deviation = scores - inputs.group_mean(scores)
+    std = inputs.group_mean(deviation.square()).sqrt()
+    return AdvantageOutputs.from_scores(torch.where(std > 0, deviation / std, 0.0), inputs.response_mask)
+
+
+@advantage(compares_samples=True)
 def std_of_one(inputs: AdvantageInputs) -> AdvantageOutputs:
     scores = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).sum(-1)
     sizes = inputs.group_sizes()
@@ -209,6 +217,7 @@ def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
         (with_outputs(normalised_without_epsilon), "is_finite_for_constant_rewards"),
         (with_outputs(normalised_without_epsilon), "takes_rows_without_tokens"),
         (with_outputs(lambda _, adv: adv / adv.abs().max()), "takes_an_empty_batch"),
+        (dividing_by_any_spread, "a_rounding_error_is_no_difference"),
         (multiplying_by_the_mask, "ignores_what_is_under_the_mask"),
         (std_of_one, "takes_groups_of_one_row"),
         (in_place, "leaves_its_inputs_alone"),

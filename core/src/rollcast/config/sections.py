@@ -461,7 +461,7 @@ def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str
     """Return a similar sibling, else the same leaf in another section, else the most similar key."""
     section, _, leaf = key.rpartition(".")
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    for cutoff, elsewhere in ((0.75, same_leaf), (0.5, [] if siblings else list(known))):
+    for cutoff, elsewhere in ((0.7, same_leaf), (0.5, [] if siblings else list(known))):
         close = nearest(leaf, siblings, cutoff)
         if close:
             return _join(section, close)

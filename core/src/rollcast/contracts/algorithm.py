@@ -232,7 +232,7 @@ class AdvantageInputs(InputColumns):
         return self.group_ids.bincount().index_select(0, self.group_ids)
 
     def group_mean(self, score: Tensor) -> Tensor:
-        """Return the mean of ``score`` ``[B]`` over each row's group, ``[B]``."""
+        """Return the mean of ``score`` ``[B]`` over each row's group, ``[B]``; for a group of one row, its score."""
         sums = score.new_zeros(int(self.group_ids.max()) + 1 if len(score) else 0)
         sums.index_add_(0, self.group_ids, score)
         return sums.index_select(0, self.group_ids) / self.group_sizes().to(score.dtype)

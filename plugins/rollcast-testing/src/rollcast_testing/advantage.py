@@ -225,6 +225,24 @@ class AdvantageSuite:
                 estimator(replace(inputs, token_level_rewards=constant)), f"for the reward {reward} everywhere"
             )
 
+    def test_a_rounding_error_is_no_difference(self, estimator: AdvantageEstimator) -> None:
+        """Check that scores that differ in the last bit of float32 have nearly the advantages of equal scores.
+
+        An estimator that divides by a spread as small as a rounding error trains on the error. The bound leaves room
+        for GRPO's 1e-6 in the denominator.
+        """
+        inputs = self.inputs(estimator)
+        last = inputs.response_mask.cumsum(-1).argmax(-1, keepdim=True)
+        equal = torch.full((len(last), 1), 0.6)
+        rounded = torch.where(torch.arange(len(last)).unsqueeze(-1) % 2 == 0, equal, equal.nextafter(torch.ones(1)))
+        empty = torch.zeros_like(inputs.token_level_rewards)
+        found, expected = (
+            _outputs(estimator(replace(inputs, token_level_rewards=empty.scatter(1, last, scores))))["advantages"]
+            for scores in (rounded, equal)
+        )
+        most = float((found - expected).detach().abs().max())
+        require(most < 0.1, f"the last bit of a reward changes advantages by less than 0.1, not by {most:g}")
+
     def test_takes_groups_of_one_row(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         alone = replace(inputs, group_ids=torch.arange(len(inputs.group_ids)))

@@ -1,10 +1,10 @@
-"""The reward ``my_plugin``: the share of the answer that is right before the first mistake."""
+"""The reward ``my_plugin``: the share of the answer that is right before the first mistake, less if it is too long."""
 
 from rollcast.contracts.reward import RewardSample
 
 
 def my_plugin(sample: RewardSample) -> float:
-    """Return the share of the reference answer's characters that the response begins with."""
+    """Return the number of right characters before the first mistake, divided by the length of the longer text."""
     right = 0
     for given, wanted in zip(sample.response, sample.ground_truth, strict=False):
         if given != wanted:
