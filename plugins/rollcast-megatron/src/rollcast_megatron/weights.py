@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rollcast.errors import ConfigError
 from rollcast_engine.export import build_skeleton
-from rollcast_engine.hf import WEIGHT_PATTERNS, parameters_by_name
+from rollcast_engine.hf import WEIGHT_PATTERNS, checkpoint_parameters
 from rollcast_engine.weights import WeightFolder
 from rollcast_megatron.build import Placed, Plan, find_name
 
@@ -34,7 +34,7 @@ Shapes = dict[str, torch.Size]
 def hf_shapes(model: ModelConfig, model_type: ModelType) -> Shapes:
     """Return the shapes of the parameters of the folder's transformers model, without memory for them."""
     skeleton = build_skeleton(model, model_type, torch.float32)
-    return {name: tensor.shape for name, tensor in parameters_by_name(skeleton).items()}
+    return {name: tensor.shape for name, tensor in checkpoint_parameters(skeleton).items()}
 
 
 def open_folder(path: Path) -> WeightFolder:

@@ -21,6 +21,7 @@ from rollcast.contracts.engine import (
     ModelType,
     TrainOutput,
 )
+from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
@@ -173,6 +174,7 @@ class RankLaws:
 
     layouts: ClassVar[Mapping[str, Layout]]
     engine_config: ClassVar[Mapping[str, Any]]
+    model_options: ClassVar[Mapping[str, Any]]
     rtol: ClassVar[float]
 
     if TYPE_CHECKING:
@@ -188,7 +190,7 @@ class RankLaws:
 
     def test_ranks_train_as_one(self, layout: Layout, engine_class: type[BaseEngine], tmp_path: Path) -> None:
         """Check that all ranks agree with plain torch, and that checkpoints load on one rank and on many."""
-        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0)
+        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0, **self.model_options)
         before, after, blocked = (tmp_path / name for name in ("before", "after", "blocked"))
         blocked.write_text("a file, not a folder")
         alone = _build(engine_class, self.engine_config, folder, WorkerContext())
@@ -233,7 +235,7 @@ class RankLaws:
         require(sorted(places) == [(rank, size) for rank in range(size)], f"each shard has one source: {places}")
         module = plain_model(Path(alone.setup.model.path))
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
+            for name, parameter in checkpoint_tensors(module, dict(module.named_parameters())).items():
                 parameter.copy_(ranks[0].loaded[name])
             expected = plain_log_probs(module, batch)
         ordered = sorted(sources, key=lambda seen: seen.data_parallel)
