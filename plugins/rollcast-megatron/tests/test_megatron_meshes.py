@@ -20,17 +20,18 @@ from rollcast_testing.ranks import Ranks
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """The ranks did what plain transformers do, in log-probs, gradient norms, losses and weights."""
-    assert [result["place"] for result in results].count((0, True)) == 1
+    sources = sorted((result["place"][0], number) for number, result in enumerate(results) if result["place"][1])
+    assert [rank for rank, _ in sources] == list(range(len(sources)))
+    for name, expected in plain["before"].items():
+        whole = torch.cat([results[number]["before"][name] for _, number in sources])
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     for result in results:
-        for name, expected in plain["before"].items():
-            torch.testing.assert_close(
-                result["before"][name], expected, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
         for (norm, loss), step in zip(plain["history"], result["history"], strict=True):
             assert step.grad_norm == pytest.approx(norm, rel=1e-5)
             assert step.metrics["nll"] == pytest.approx(loss, rel=1e-5)
@@ -56,6 +57,21 @@ def test_two_ranks_are_plain_transformers(
     two_ranks: Ranks, model_of: Callable[..., Path], family: str, tied: bool, keys: dict[str, Any]
 ) -> None:
     folder = model_of(family, tied)
+    assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        pytest.param({"norm_topk_prob": True}, EP2, id="ep2"),
+        pytest.param({"mlp_only_layers": [1]}, {**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({"decoder_sparse_step": 1, "mlp_only_layers": [2]}, {**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
+    ],
+)
+def test_experts_among_dense_layers(
+    two_ranks: Ranks, tmp_path: Path, changes: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    folder = family_folder(tmp_path / "model", "qwen3_moe", False, **changes)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast_engine.routing import RouterTape
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -91,6 +92,8 @@ class MegatronEngine(TorchEngine):
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        #: Routers of the stage; None if the model has no experts.
+        self.tape: RouterTape | None = None
 
     @classmethod
     def compute_dtype(cls, config: MegatronConfig) -> str:
@@ -112,6 +115,7 @@ class MegatronEngine(TorchEngine):
         self.mesh = join_mesh(self, self.config, context, setup.seed)
         self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers)
         self.stage = build_model(self.plan, self.config, self.device)
+        self.tape = self._build_tape()
         parameters = dict(self.stage.named_parameters())
         if folder is not None:
             load_folder(self.plan, parameters, self.shapes, folder)
@@ -121,6 +125,13 @@ class MegatronEngine(TorchEngine):
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
+
+    def _build_tape(self) -> RouterTape | None:
+        if self.plan.map.mixture is None:
+            return None
+        from rollcast_megatron.router import attach_tape
+
+        return attach_tape(self.stage, self.plan, self.config.router_aux_loss_coef, self.config.sequence_parallel)
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -203,15 +214,35 @@ class MegatronEngine(TorchEngine):
             device=self.device,
             reference=None if reference is None else reference.stage,
             sums=MetricSums(),
+            # Ranks that share experts exchange tokens in each micro-batch.
+            tape=self.tape,
+            is_sequence_parallel=self.config.sequence_parallel,
+            micro_batches=agreed.micro_batches if self.mesh.expert_size > 1 else len(plan),
         )
         names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
+        if self.tape is not None:
+            self.tape.start_batch(self.device)
         with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.mode(False):
             outputs = run_pass(self.runner, work, names, forward_only)
         metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
         if self.mesh.pipeline_size > 1:
             last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
             dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
-        return (plan.source.as_batch(outputs) if forward_only else None), metrics[0]
+        router = self._router_metrics()
+        return (plan.source.as_batch(outputs) if forward_only else None), metrics[0] | ({} if forward_only else router)
+
+    def _router_metrics(self) -> dict[str, float]:
+        """Return the load of the experts in the last batch, over ranks with other rows, layers or positions."""
+        if self.tape is None:
+            return {}
+        mesh, groups = self.mesh, []
+        if mesh.data_size > 1:
+            groups.append(mesh.data_group)
+        if mesh.pipeline_size > 1:
+            groups.append(mesh.pipeline_group)
+        if self.config.sequence_parallel:
+            groups.append(mesh.tensor_group)
+        return self.tape.finish_batch(groups, f"{self.setup.section}/")
 
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:
