@@ -14,16 +14,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rollcast.errors import ColumnError
+from rollcast.errors import CapabilityError, ColumnError
+from rollcast.protocol import Jagged
+from rollcast_engine._rows import RaggedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from rollcast_engine.batching import MicroBatch
+    from rollcast.contracts.engine import ForwardSettings
+    from rollcast.protocol import DataProto
+    from rollcast_engine._rows import MicroBatch, Rows
 
-__all__ = ["ROUTED_EXPERTS", "RoutedTokens", "RouterLoad", "RouterTape", "routed_tokens"]
+__all__ = [
+    "ROUTED_EXPERTS",
+    "RoutedTokens",
+    "RouterLoad",
+    "RouterTape",
+    "RoutingRecord",
+    "check_replay",
+    "routed_tokens",
+    "start_record",
+]
 
 #: Column of recorded choices: jagged int16 ``[prompt and response tokens, L, k]``; -1 where there is none.
 ROUTED_EXPERTS = "routed_experts"
@@ -155,11 +168,11 @@ class RouterTape:
 
     Example::
 
-        tape.start_batch(device)
-        with tape.forward(tokens, scale):      # each layer calls tape.choose
-            loss = ...
-        loss.backward()                        # layers that recompute call it again
-        metrics = tape.finish_batch(groups, "actor/")
+        with tape.batch(device):
+            with tape.forward(tokens, scale):      # each layer calls tape.choose
+                loss = ...
+            loss.backward()                        # layers that recompute call it again
+        metrics = tape.load.metrics(groups, "actor/")
 
     Attributes:
         layers, experts, top_k: sizes of the model.
@@ -167,6 +180,7 @@ class RouterTape:
         coefficient: coefficient of the balance loss.
         group: process group of the ranks that share rows; None if each has whole rows.
         keeps: True if several micro-batches are between forward and backward, which a pipeline runs in order.
+        load: load of the last batch.
     """
 
     layers: int
@@ -176,7 +190,7 @@ class RouterTape:
     coefficient: float = 0.0
     group: Any = None
     keeps: bool = False
-    _load: RouterLoad | None = None
+    load: RouterLoad | None = None
     _current: _Pass | None = None
     _passes: list[_Pass] = field(default_factory=list)
     #: Micro-batches that each layer has recomputed.
@@ -184,21 +198,19 @@ class RouterTape:
 
     @property
     def is_active(self) -> bool:
-        """True from the first micro-batch of a batch to the end of the batch."""
+        """True within a batch, from its first micro-batch."""
         return bool(self._passes)
 
-    def start_batch(self, device: torch.device) -> None:
-        """Start counting the load."""
+    @contextmanager
+    def batch(self, device: torch.device) -> Iterator[None]:
+        """Route the micro-batches of a batch, and count their load from zero."""
         shape = (self.layers, self.experts)
         chosen, probabilities = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
-        self._load = RouterLoad(chosen, probabilities, chosen.new_zeros(self.layers))
-        self._passes, self._again = [], {}
-
-    def finish_batch(self, groups: Sequence[Any], prefix: str) -> dict[str, float]:
-        """Return :meth:`RouterLoad.metrics` since :meth:`start_batch`."""
-        self._passes, self._again = [], {}
-        load, self._load = self._load, None
-        return {} if load is None else load.metrics(groups, prefix)
+        self.load = RouterLoad(chosen, probabilities, chosen.new_zeros(self.layers))
+        try:
+            yield
+        finally:
+            self._passes, self._again = [], {}
 
     @contextmanager
     def forward(self, tokens: RoutedTokens, scale: float | None) -> Iterator[None]:
@@ -258,16 +270,93 @@ class RouterTape:
             dist.all_reduce(shares, group=self.group)
         scale = self.experts / (self.top_k * tokens.lengths**2) * tokens.shares
         run.chosen[layer], run.evenness[layer] = chosen, shares * scale.unsqueeze(1)
-        if self._load is not None:
-            self._load.chosen[layer] += choices.sum(0)
-            self._load.probabilities[layer] += (probabilities * counted).sum(0)
-            self._load.balance[layer] += _balance(run, layer, probabilities)
+        if self.load is not None:
+            self.load.chosen[layer] += choices.sum(0)
+            self.load.probabilities[layer] += (probabilities * counted).sum(0)
+            self.load.balance[layer] += _balance(run, layer, probabilities)
 
-    def recorded(self) -> Tensor:
-        """Return the choices of the last micro-batch, int16 ``[n, L, k]``; 0 in layers that this rank does not have."""
-        chosen = self._passes[-1].chosen
-        none = torch.zeros_like(next(iter(chosen.values())))
-        return torch.stack([chosen.get(layer, none) for layer in range(self.layers)], 1).to(torch.int16)
+    def record(self, micro: MicroBatch, record: RoutingRecord) -> None:
+        """Write the choices of the last micro-batch, ``micro``, to a record of its batch."""
+        last = self._passes[-1]
+        record.write(micro.rows, last.tokens, last.chosen)
+
+
+class RoutingRecord:
+    """The choices of each layer for each token of a jagged batch, as they become the column ``routed_experts``.
+
+    Args:
+        source: the rank's rows.
+        tape: routers of the model.
+        device: device of the model.
+
+    Raises:
+        ColumnError: the rows are padded.
+    """
+
+    def __init__(self, source: Rows, tape: RouterTape, device: torch.device) -> None:
+        if not isinstance(source, RaggedRows):
+            raise ColumnError(f"the column {ROUTED_EXPERTS} can be recorded for jagged batches only")
+        self._lengths = source.tokens
+        starts = torch.nn.functional.pad(source.tokens.cumsum(0), (1, 0))
+        self._starts = starts.to(device)
+        shape = (int(starts[-1]), tape.layers, tape.top_k)
+        # int32, because NCCL has no int16.
+        self._chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
+
+    def write(self, rows: Tensor, tokens: RoutedTokens, chosen: Mapping[int, Tensor]) -> None:
+        """Write the choices ``[n, k]`` of the layers that this rank has, for tokens of the batch's ``rows``."""
+        if not len(rows):
+            return  # a dummy
+        counted = tokens.counted
+        places = (self._starts[rows.to(self._starts.device)][tokens.rows] + tokens.places)[counted]
+        for layer, experts in chosen.items():
+            self._chosen[places, layer] = experts[counted].int()
+
+    def column(self, groups: Sequence[Any]) -> Tensor:
+        """Return the column, in host memory.
+
+        Args:
+            groups: process groups along which ranks have other tokens of the same rows, or other layers.
+        """
+        for group in groups:
+            dist.all_reduce(self._chosen, op=dist.ReduceOp.MAX, group=group)
+        return Jagged.from_lengths(self._chosen.to("cpu", torch.int16), self._lengths).column()
+
+
+def start_record(
+    settings: ForwardSettings, source: Rows, tape: RouterTape | None, device: torch.device
+) -> RoutingRecord | None:
+    """Return the record of a pass's choices; None if ``settings`` do not request it.
+
+    Raises:
+        CapabilityError: the model has no routers whose choices can be recorded.
+        ColumnError: the rows are padded.
+    """
+    if not settings.record_routing:
+        return None
+    if tape is None:
+        raise CapabilityError("record_routing needs a mixture of experts, and this engine's model is none it knows")
+    return RoutingRecord(source, tape, device)
+
+
+def check_replay(data: DataProto, tape: RouterTape | None) -> None:
+    """Check that recorded choices in a batch can be replayed.
+
+    Raises:
+        CapabilityError: they cannot; the message says why.
+    """
+    if ROUTED_EXPERTS not in data:
+        return
+    if tape is None:
+        raise CapabilityError(
+            f"the batch has the column {ROUTED_EXPERTS}, but the model has no routers whose choices can be replayed"
+        )
+    found = tuple(data[ROUTED_EXPERTS].shape[2:])
+    if found != (tape.layers, tape.top_k):
+        raise CapabilityError(
+            f"the column {ROUTED_EXPERTS} is for {found} layers and experts of a token, but the model has "
+            f"{(tape.layers, tape.top_k)}"
+        )
 
 
 def _balance(run: _Pass, layer: int, probabilities: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from rollcast_engine.hf import load_hf_config
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
+from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
 from rollcast_megatron.export import whole_module
@@ -199,11 +200,13 @@ class MegatronEngine(TorchEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
+        check_replay(data, self.tape)
         plan = plan_batch(data, settings)
         group = self.get_data_parallel_group()
         agreed = agree_on_counts(plan, settings, group, self.device)
         check_budget(agreed.longest, settings)
         reference = self._reference_for(settings)
+        record = start_record(settings, plan.source, self.tape, self.device)
         work = Pass(
             plan=plan,
             model_plan=self.plan,
@@ -216,33 +219,40 @@ class MegatronEngine(TorchEngine):
             sums=MetricSums(),
             # Ranks that share experts exchange tokens in each micro-batch.
             tape=self.tape,
+            record=record,
             is_sequence_parallel=self.config.sequence_parallel,
             micro_batches=agreed.micro_batches if self.mesh.expert_size > 1 else len(plan),
         )
         names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
-        if self.tape is not None:
-            self.tape.start_batch(self.device)
-        with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.mode(False):
+        routing = nullcontext() if self.tape is None else self.tape.batch(self.device)
+        with (
+            routing,
+            torch.set_grad_enabled(not forward_only),
+            nullcontext() if reference is None else reference.mode(False),
+        ):
             outputs = run_pass(self.runner, work, names, forward_only)
         metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
         if self.mesh.pipeline_size > 1:
             last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
             dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
-        router = self._router_metrics()
-        return (plan.source.as_batch(outputs) if forward_only else None), metrics[0] | ({} if forward_only else router)
+        if not forward_only:
+            return None, metrics[0] | self._router_metrics()
+        batch = plan.source.as_batch(outputs)
+        if record is not None:
+            batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
+        return batch, metrics[0]
+
+    def _router_groups(self) -> list[Any]:
+        """Return the groups along which ranks have other layers, or other positions of the same rows."""
+        groups = [self.mesh.pipeline_group] if self.mesh.pipeline_size > 1 else []
+        return [*groups, self.mesh.tensor_group] if self.config.sequence_parallel else groups
 
     def _router_metrics(self) -> dict[str, float]:
-        """Return the load of the experts in the last batch, over ranks with other rows, layers or positions."""
-        if self.tape is None:
+        """Return the load of the experts in the last batch."""
+        if self.tape is None or self.tape.load is None:
             return {}
-        mesh, groups = self.mesh, []
-        if mesh.data_size > 1:
-            groups.append(mesh.data_group)
-        if mesh.pipeline_size > 1:
-            groups.append(mesh.pipeline_group)
-        if self.config.sequence_parallel:
-            groups.append(mesh.tensor_group)
-        return self.tape.finish_batch(groups, f"{self.setup.section}/")
+        data = [self.mesh.data_group] if self.mesh.data_size > 1 else []
+        return self.tape.load.metrics([*self._router_groups(), *data], f"{self.setup.section}/")
 
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:

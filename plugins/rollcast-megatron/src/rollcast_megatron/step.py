@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ForwardSettings, LossFunction
     from rollcast_engine.batching import BatchPlan, MicroBatch
     from rollcast_engine.reduce import MetricSums
-    from rollcast_engine.routing import RouterTape
+    from rollcast_engine.routing import RouterTape, RoutingRecord
     from rollcast_megatron.build import Plan
     from rollcast_megatron.inputs import DecoderInputs
 
@@ -46,6 +46,7 @@ class Pass:
         reference: stage of the reference model for ``vocabulary_kl``; None without one.
         sums: accumulator of the metrics, on the last stage.
         tape: routers of the stage; None if the model has no experts.
+        record: record of their choices; None if it is not requested.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
         micro_batches: number of micro-batches to run.
     """
@@ -60,6 +61,7 @@ class Pass:
     reference: nn.Module | None
     sums: MetricSums
     tape: RouterTape | None
+    record: RoutingRecord | None
     is_sequence_parallel: bool
     micro_batches: int
 
@@ -111,6 +113,8 @@ def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict
         head = LanguageHead(inputs, work.model_plan, work.settings, work.head_chunk, work.reference)
     with _routing(work, micro, inputs):
         output = model(inputs.input_ids, inputs.position_ids, None, labels=head)
+        if work.tape is not None and work.record is not None:
+            work.tape.record(micro, work.record)
 
     def finish(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
         for name, target in outputs.items():

@@ -37,6 +37,7 @@ from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
 from rollcast_testing.engine_ranks import Layout, RankLaws
+from rollcast_testing.engine_routing import RoutingLaws
 from rollcast_testing.engine_state import StateLaws
 from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, train, weights
 from rollcast_testing.engine_vocabulary import VocabularyLaws
@@ -48,7 +49,7 @@ __all__ = ["EngineSuite"]
 Build = Callable[..., BaseEngine]
 
 
-class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
+class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
     """Conformance tests of one engine.
 
     Example::
