@@ -171,6 +171,7 @@ class EngineCapabilities:
     """Features of an engine; checked against the rollout and the weight sync before the run starts.
 
     Attributes:
+        routing_replay: True if the engine records and replays the choices of a mixture's routers.
         max_world_size: largest number of ranks that can share a model; None for no limit.
     """
 
@@ -184,6 +185,7 @@ class EngineCapabilities:
     offload: bool = False
     tensor_parallel: bool = False
     pipeline_parallel: bool = False
+    routing_replay: bool = False
     max_world_size: int | None = None
 
 

@@ -117,28 +117,31 @@ class RouterLoad:
         chosen: float64 ``[L, E]``, choices of each expert.
         probabilities: float64 ``[L, E]``, sums of the routers' probabilities.
         balance: float64 ``[L]``, balance loss of each layer, before its coefficient.
+        shares: float64 ``[L]``, shares in the mini-batch's loss of the rows that ``balance`` is summed over.
     """
 
     chosen: Tensor
     probabilities: Tensor
     balance: Tensor
+    shares: Tensor
 
     def metrics(self, groups: Sequence[Any], prefix: str) -> dict[str, float]:
         """Return the metrics over all ranks, equal on every rank; empty if no token was routed.
 
         ``max_violation`` and ``mean_violation`` are the largest and the mean distance of an expert's load from an even
-        one, relative to it; ``entropy`` is that of the routers' mean distribution in nats. Each is a mean over layers.
+        one, relative to it; ``entropy`` is that of the routers' mean distribution in nats; ``aux_loss`` is the mean
+        balance loss of a row. Each is a mean over layers.
 
         Args:
             groups: process groups along which ranks saw other tokens or other layers; rows of layers that a rank does
                 not have are zero.
             prefix: start of the metrics' names.
         """
-        table = torch.cat([self.chosen, self.probabilities, self.balance.unsqueeze(1)], 1)
+        table = torch.cat([self.chosen, self.probabilities, torch.stack([self.balance, self.shares], 1)], 1)
         for group in groups:
             dist.all_reduce(table, group=group)
         experts = self.chosen.size(1)
-        chosen, sums, balance = table.cpu().split([experts, experts, 1], 1)  # type: ignore[no-untyped-call]
+        chosen, sums, balance, shares = torch.split(table.cpu(), [experts, experts, 1, 1], 1)
         if float(chosen.sum()) == 0:
             return {}
         violation = chosen / chosen.mean(1, keepdim=True) - 1.0
@@ -147,7 +150,7 @@ class RouterLoad:
             "max_violation": violation.amax(1),
             "mean_violation": violation.abs().mean(1),
             "entropy": -(mean * mean.clamp(min=1e-30).log()).sum(1),
-            "aux_loss": balance.squeeze(1),
+            "aux_loss": (balance / shares.clamp(min=1e-30)).squeeze(1),
         }
         return {f"{prefix}router/{name}": float(values.mean()) for name, values in found.items()}
 
@@ -206,7 +209,7 @@ class RouterTape:
         """Route the micro-batches of a batch, and count their load from zero."""
         shape = (self.layers, self.experts)
         chosen, probabilities = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
-        self.load = RouterLoad(chosen, probabilities, chosen.new_zeros(self.layers))
+        self.load = RouterLoad(chosen, probabilities, *(chosen.new_zeros(self.layers) for _ in range(2)))
         try:
             yield
         finally:
@@ -274,6 +277,7 @@ class RouterTape:
             self.load.chosen[layer] += choices.sum(0)
             self.load.probabilities[layer] += (probabilities * counted).sum(0)
             self.load.balance[layer] += _balance(run, layer, probabilities)
+            self.load.shares[layer] += ((tokens.shares / tokens.lengths)[tokens.rows] * tokens.counted).sum()
 
     def record(self, micro: MicroBatch, record: RoutingRecord) -> None:
         """Write the choices of the last micro-batch, ``micro``, to a record of its batch."""
@@ -335,7 +339,10 @@ def start_record(
     if not settings.record_routing:
         return None
     if tape is None:
-        raise CapabilityError("record_routing needs a mixture of experts, and this engine's model is none it knows")
+        raise CapabilityError(
+            "record_routing (actor.router_replay.mode=R2) needs a mixture of experts such as Qwen3-MoE, but the model "
+            "has no routers that the engine knows"
+        )
     return RoutingRecord(source, tape, device)
 
 

@@ -70,6 +70,7 @@ class FsdpEngine(TorchEngine):
         packing=True,
         lora=True,
         offload=True,
+        routing_replay=True,
     )
     config_schema: ClassVar[type] = FsdpConfig
 

@@ -66,6 +66,7 @@ class MegatronEngine(TorchEngine):
         in_process_module=True,
         token_budget=True,
         offload=True,
+        routing_replay=True,
         tensor_parallel=True,
         pipeline_parallel=True,
     )

@@ -147,7 +147,8 @@ def train_on_a_rank(
     outputs = infer(engine, rows[0], _SETTINGS)
     with engine.eval_mode():
         _, gaps = engine.infer_batch(_share(_trajectories(), *place, 0), _SETTINGS, nll_loss)
-    routing = record_and_replay(engine, _share(_trajectories(), *place, 0), experts) if experts else {}
+    replays = experts and engine.capabilities.routing_replay
+    routing = record_and_replay(engine, _share(_trajectories(), *place, 0), experts) if replays else {}
     steps = []
     for step in range(1, _STEPS):
         steps.append(train(engine, rows[step], _SETTINGS))

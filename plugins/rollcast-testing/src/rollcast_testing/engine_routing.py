@@ -58,11 +58,13 @@ class RoutingLaws:
         def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
 
     @pytest.fixture
-    def experts(self) -> int:
-        """Return the number of experts of the tests' models; skip the test if there are none."""
+    def experts(self, engine_class: type[BaseEngine]) -> int:
+        """Return the number of experts of the tests' models; skip the test if there are none, or no replay."""
         experts = int(self.model_options.get("experts", 0))
         if not experts:
             pytest.skip("the suite's models have no experts")
+        if not engine_class.capabilities.routing_replay:
+            pytest.skip("the engine neither records nor replays the choices of routers")
         return experts
 
     def test_recorded_choices_are_replayed(self, build: Build, folder: Path, batch: DataProto, experts: int) -> None:
