@@ -75,6 +75,27 @@ def test_experts_among_dense_layers(
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({**EP2, **FULL_RECOMPUTE}, id="ep2-recompute"),
+        pytest.param({**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
+    ],
+)
+def test_the_balance_loss_is_that_of_one_rank(
+    two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
+) -> None:
+    balanced = {"folder": model_of("qwen3_moe", False), "router_aux_loss_coef": 0.5}
+    alone = scenarios.train(scenarios.ALONE, **balanced)
+    for result in two_ranks.run(scenarios.train, **balanced, **keys):
+        for expected, step in zip(alone["history"], result["history"], strict=True):
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+            assert step.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases on the projections, with norms on the heads
 def test_ranks_share_a_key_value_head(two_ranks: Ranks, tmp_path: Path, family: str) -> None:
     folder = family_folder(tmp_path / "model", family, False, num_key_value_heads=1)
