@@ -62,10 +62,14 @@ class ScriptedEngine:
     Args:
         renderer: encodes the texts.
         script: texts in order, or a function of the request's decoded prompt.
+        routes: give experts of each token it reads, ``[tokens, 1, 2]``, of which the first is the token's place.
     """
 
-    def __init__(self, renderer: ChatTemplateRenderer, script: Sequence[str] | Callable[[str], str]) -> None:
+    def __init__(
+        self, renderer: ChatTemplateRenderer, script: Sequence[str] | Callable[[str], str], routes: bool = False
+    ) -> None:
         self.renderer = renderer
+        self.routes = routes
         self.script = script if callable(script) else None
         self.texts = iter(() if callable(script) else script)
         self.requests: list[RolloutRequest] = []
@@ -83,7 +87,12 @@ class ScriptedEngine:
         ids = ids[: request.sampling.max_tokens].astype(np.int32)
         log_probs = -self.random.random(len(ids)).astype(np.float32)
         self.given.append((prompt, ids, log_probs))
-        sequence = RolloutSequence(ids.tolist(), log_probs.tolist(), reason, [self.version] * len(ids))
+        routed = None
+        if self.routes:
+            places = np.arange(len(prompt) + len(ids), dtype=np.int16)
+            places[-1] = -1
+            routed = np.stack([places, np.where(places < 0, -1, 7)], 1)[:, None].astype(np.int16)
+        sequence = RolloutSequence(ids.tolist(), log_probs.tolist(), reason, [self.version] * len(ids), routed)
         return RolloutOutput(request.request_id, [sequence], request.sampling)
 
 

@@ -26,7 +26,7 @@ def make(number: int, **fields: object) -> Trajectory:
         (
             Segment(ids[:10], False, 0),
             Segment(ids[10:20], True, 0, random.standard_normal(10, np.float32), (VersionRun(3, 4), VersionRun(4, 6))),
-            Segment(ids[20:25], False, 1),
+            Segment(ids[20:25], False, 1, routed_experts=random.integers(0, 9, (5, 3, 2), dtype=np.int16)),
             Segment(ids[25:], True, 1, random.standard_normal(15, np.float32), (VersionRun(4, 15),)),
         ),
         "g0",

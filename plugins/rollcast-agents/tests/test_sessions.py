@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from agent_tools import CHATML, FORGETFUL, ScriptedEngine, check_accounting, make_renderer, make_session, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.contracts.session import Budget
 from rollcast.errors import SessionEnded
+from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.chat import as_chat
 
 
@@ -52,6 +54,28 @@ def test_a_conversation_is_one_trajectory(renderer):
         "<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>"
     )
     check_accounting(engine, session)
+
+
+def test_experts_are_recorded_once_for_each_token(renderer):
+    """The last token of a reply is read with the next prompt, and the last of all never."""
+    session = make_session(ScriptedEngine(renderer, ["one", "two", "three"], routes=True))
+    talk(session, 3)
+    (trajectory,) = session.trajectories()
+    batch = assemble_trajectories([trajectory])
+    (routed,) = batch["routed_experts"].unbind()
+    assert routed.dtype == torch.int16
+    count = len(trajectory.token_ids)
+    assert routed[:, 0, 0].tolist() == [*range(count - 1), -1]
+    assert routed[:, 0, 1].tolist() == [7] * (count - 1) + [-1]
+
+
+def test_experts_of_a_cut_reply_are_cut(renderer):
+    session = make_session(ScriptedEngine(renderer, ["one END two"], routes=True))
+    sampling = SamplingParams(max_tokens=200, stop=("END",))
+    asyncio.run(session.sample([user("hello")], sampling=sampling))
+    (trajectory,) = session.trajectories()
+    assert len(trajectory.segments[-1].routed_experts) == len(trajectory.segments[-1].token_ids)
+    assert renderer.decode(trajectory.token_ids).endswith("END")
 
 
 def test_a_template_that_forgets_thinking_forks(forgetful):

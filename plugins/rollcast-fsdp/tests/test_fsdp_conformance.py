@@ -49,3 +49,15 @@ class TestFsdpEngineThatSavesMemory(EngineSuite):
 class TestFsdpEngineThatSharesPrompts(EngineSuite):
     name = "fsdp"
     engine_config: ClassVar = {"share_prompts": True}
+
+
+class TestFsdpEngineOfAMixture(EngineSuite):
+    name = "fsdp"
+    model_options: ClassVar = {"experts": 4}
+    packing_config: ClassVar = PACKS
+    layouts: ClassVar = {
+        "two ranks": Layout(2),
+        "two ranks of one sequence": Layout(
+            2, {"ulysses_sequence_parallel_size": 2, "enable_gradient_checkpointing": True, **PACKS}
+        ),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
 )
 
+from rollcast.contracts.weights import StackedWeights
 from rollcast.errors import ConfigError
+from rollcast_fsdp.loading import read_stacked
 from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
 
 pytestmark = pytest.mark.long
@@ -154,22 +156,28 @@ def test_weights_are_read_by_part_whatever_transformers_initializes(
 
 def test_a_model_that_transformers_rearranges_is_loaded_by_one_rank(ranks: Any, tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path / "moe", weights=False)
-    config = Qwen2MoeConfig(
+    config = MixtralConfig(
         vocab_size=91,
         hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
+        intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_local_experts=4,
     )
-    Qwen2MoeForCausalLM(config).save_pretrained(folder)
+    MixtralForCausalLM(config).save_pretrained(folder)
     expected = plain_weights(AutoModelForCausalLM.from_pretrained(folder))
     results = ranks.run(loading.load, folder=folder)
     assert [result["loaded_whole"] for result in results] == [True, False]
+    for result in results:
+        assert_equal(result["weights"], expected)
+
+
+def test_each_rank_reads_its_own_experts(ranks: Any, tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "moe", experts=4)
+    expected = plain_weights(AutoModelForCausalLM.from_pretrained(folder))
+    results = ranks.run(loading.load, folder=folder)
+    assert [result["loaded_whole"] for result in results] == [False, False]
     for result in results:
         assert_equal(result["weights"], expected)
 
@@ -218,3 +226,23 @@ def test_another_optimizers_checkpoint_is_refused(model_folder: Path, tmp_path: 
     again = scenarios.build(ALONE, model_folder, optim=momentum)
     again.load_checkpoint(tmp_path / "sgd")
     assert loading.steps(again, ALONE, 2) == loading.steps(other, ALONE, 2)
+
+
+def test_a_region_of_stacked_experts_is_read_matrix_by_matrix() -> None:
+    (kind,) = [StackedWeights("experts.gate_up_proj", ("experts.*.gate.weight", "experts.*.up.weight"))]
+    whole = torch.randn(3, 8, 5)
+    parts = kind.parts("layer.experts.gate_up_proj", whole.shape)
+    assert parts is not None
+    matrices = {name: whole[expert, rows] for name, (expert, rows) in parts.items()}
+    read: list[str] = []
+
+    def note(name: str, region: Sequence[slice]) -> Tensor:
+        read.append(name)
+        return matrices[name][tuple(region)]
+
+    region = (slice(1, 3), slice(2, 6), slice(1, 5))
+    assert torch.equal(read_stacked(parts, region, whole, note), whole[region])
+    read.clear()
+    assert torch.equal(read_stacked(parts, (slice(2, 3), slice(0, 4), slice(0, 5)), whole, note), whole[2:, :4])
+    assert read == ["layer.experts.2.gate.weight"]
+    assert kind.parts("layer.other_experts.gate_up_proj", whole.shape) is None

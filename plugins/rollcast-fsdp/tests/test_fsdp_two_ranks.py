@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
-from rollcast.errors import CapabilityError
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.tiny import tiny_model_folder
 
 
 def assert_same_training(alone: dict[str, Any], sharded: list[dict[str, Any]]) -> None:
@@ -43,6 +44,20 @@ def test_keys_that_trade_memory_change_no_number(ranks: Any, untied_folder: Path
     options: dict[str, Any] = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}
     alone = scenarios.train(scenarios.ALONE, **options)
     assert_same_training(alone, ranks.run(scenarios.train, **options, **keys))
+
+
+@pytest.mark.parametrize("keys", [{}, {"enable_gradient_checkpointing": True, "use_remove_padding": True}])
+def test_the_balance_loss_is_that_of_one_rank(ranks: Any, tmp_path: Path, keys: dict[str, bool]) -> None:
+    folder = tiny_model_folder(tmp_path / "mixture", hidden=32, experts=4)
+    options: dict[str, Any] = {"folder": folder, "splits": [3, 5], "steps": 2, "router_aux_loss_coef": 0.5}
+    alone = scenarios.train(scenarios.ALONE, **options)
+    assert alone["history"][0].metrics["actor/router/aux_loss"] > 0.9
+    assert_same_training(alone, ranks.run(scenarios.train, **options, **keys))
+
+
+def test_a_balance_loss_needs_routers(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.engine\.router_aux_loss_coef is 0\.5, but the model has no routers"):
+        scenarios.build(scenarios.ALONE, model_folder, router_aux_loss_coef=0.5)
 
 
 def test_random_weights_are_the_same_on_all_ranks(ranks: Any, model_folder: Path) -> None:

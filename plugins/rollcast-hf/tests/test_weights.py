@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_tools import make_prompts, run_all, tokens_of
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
@@ -82,3 +83,17 @@ def test_wrong_shape_names_the_tensor_and_stops_generation(make_rollout: Callabl
     asyncio.run(rollout.update_weights([list(model.named_parameters())], 3))
     (output,) = run_all(rollout, [[5]], SamplingParams())
     assert set(output.sequences[0].weight_versions) == {3}
+
+
+def test_experts_come_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "mixture", hidden=32, experts=4)
+    named = load_file(folder / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in named
+    own = build_model(str(tiny_model_folder(tmp_path / "other", hidden=32, experts=4, seed=5)))
+    load_buckets(own, [list(named.items())], 1)
+    expected = load_model(str(folder))
+    for name, parameter in own.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name))
+    del named["model.layers.1.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(WeightUpdateError, match=r"lacks model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
+        load_buckets(own, [list(named.items())], 2)

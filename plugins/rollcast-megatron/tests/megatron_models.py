@@ -12,9 +12,17 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+#: Layers 1 and 3 of four have experts.
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
 #: Odd, so that two ranks do not share it evenly.
 VOCABULARY = 91
 
@@ -31,7 +39,7 @@ def family_config(family: str, tied: bool, **changes: Any) -> PretrainedConfig:
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
     }
-    return CONFIGS[family](**(sizes | changes))
+    return CONFIGS[family](**(sizes | (MIXTURE if family == "qwen3_moe" else {}) | changes))
 
 
 def family_folder(path: Path, family: str, tied: bool, **changes: Any) -> Path:
@@ -43,7 +51,7 @@ def family_folder(path: Path, family: str, tied: bool, **changes: Any) -> Path:
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-                elif "embed" not in name:
+                elif "embed" not in name and "gate.weight" not in name:
                     parameter.mul_(3.0)
         module.save_pretrained(path)
     return path

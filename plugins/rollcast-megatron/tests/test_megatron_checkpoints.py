@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
 VALUES = {"model_type": "value_model"}
 
 
@@ -44,6 +45,8 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         pytest.param("qwen3", True, {**PP2, "num_layers_in_last_pipeline_stage": 1}, SP2, id="pp2-uneven-to-sp2-tied"),
         pytest.param("llama", False, {"use_distributed_optimizer": False}, PP2, id="dp2-to-pp2"),
         pytest.param("qwen2", False, {}, TP2, id="distributed-dp2-to-tp2"),
+        pytest.param("qwen3_moe", False, EP2, SP2, id="ep2-to-sp2"),
+        pytest.param("qwen3_moe", True, {}, {**EP2, "use_distributed_optimizer": False}, id="dp2-to-ep2-tied"),
         pytest.param("qwen2", True, {**PP2, **VALUES}, {**TP2, **VALUES}, id="value-model-pp2-to-tp2"),
     ],
 )

@@ -11,6 +11,7 @@ from rollcast_testing import EngineSuite, Layout
 pytestmark = pytest.mark.long
 
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EXPERTS = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
@@ -24,4 +25,16 @@ class TestMegatronEngine(EngineSuite):
         "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
         "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
         "pipeline x copies": Layout(4, PIPELINE),
+    }
+
+
+class TestMegatronEngineOfAMixture(EngineSuite):
+    name = "megatron"
+    model_options: ClassVar = {"experts": 4}
+    layouts: ClassVar = {
+        "experts": Layout(2, EXPERTS),
+        "experts, recomputed": Layout(2, {**EXPERTS, **FULL, "use_distributed_optimizer": False}),
+        "pipeline": Layout(2, PIPELINE),
+        "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
+        "experts x copies": Layout(4, EXPERTS),
     }

@@ -20,17 +20,18 @@ from rollcast_testing.ranks import Ranks
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """The ranks did what plain transformers do, in log-probs, gradient norms, losses and weights."""
-    assert [result["place"] for result in results].count((0, True)) == 1
+    sources = sorted((result["place"][0], number) for number, result in enumerate(results) if result["place"][1])
+    assert [rank for rank, _ in sources] == list(range(len(sources)))
+    for name, expected in plain["before"].items():
+        whole = torch.cat([results[number]["before"][name] for _, number in sources])
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     for result in results:
-        for name, expected in plain["before"].items():
-            torch.testing.assert_close(
-                result["before"][name], expected, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
         for (norm, loss), step in zip(plain["history"], result["history"], strict=True):
             assert step.grad_norm == pytest.approx(norm, rel=1e-5)
             assert step.metrics["nll"] == pytest.approx(loss, rel=1e-5)
@@ -57,6 +58,42 @@ def test_two_ranks_are_plain_transformers(
 ) -> None:
     folder = model_of(family, tied)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        pytest.param({"norm_topk_prob": True}, EP2, id="ep2"),
+        pytest.param({"mlp_only_layers": [1]}, {**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({"decoder_sparse_step": 1, "mlp_only_layers": [2]}, {**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
+    ],
+)
+def test_experts_among_dense_layers(
+    two_ranks: Ranks, tmp_path: Path, changes: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    folder = family_folder(tmp_path / "model", "qwen3_moe", False, **changes)
+    assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({**EP2, **FULL_RECOMPUTE}, id="ep2-recompute"),
+        pytest.param({**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
+    ],
+)
+def test_the_balance_loss_is_that_of_one_rank(
+    two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
+) -> None:
+    balanced = {"folder": model_of("qwen3_moe", False), "router_aux_loss_coef": 0.5}
+    alone = scenarios.train(scenarios.ALONE, **balanced)
+    for result in two_ranks.run(scenarios.train, **balanced, **keys):
+        for expected, step in zip(alone["history"], result["history"], strict=True):
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+            assert step.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases on the projections, with norms on the heads

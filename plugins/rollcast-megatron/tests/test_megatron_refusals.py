@@ -42,7 +42,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
             r"actor\.engine\.pipeline_model_parallel_size must be at least 1, got 0",
         ),
         ({"context_parallel_size": 2}, 2, r"context_parallel_size is 2, and only 1 is supported: .*whole rows"),
-        ({"expert_model_parallel_size": 2}, 2, r"expert_model_parallel_size is 2, .*no mixture of experts"),
+        (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            2,
+            r"expert_model_parallel_size is 2, .* 1 data-parallel ranks .*sizes that fit: 1",
+        ),
         (
             {"sequence_parallel": True},
             2,
@@ -112,6 +116,25 @@ def test_models_that_the_mesh_cannot_split(
         check_model(find_map(family_config("llama", False, **changes)), MegatronConfig(**keys))
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "changes", "message"),
+    [
+        ("qwen3_moe", {"expert_model_parallel_size": 3}, {}, r"does not divide the model's 4 experts; .*fit: 1, 2, 4"),
+        ("qwen3_moe", TP2, {}, r"sequence_parallel is false, but the model has experts"),
+        ("qwen3_moe", TP2, {"moe_intermediate_size": 25}, r"does not divide the 25 rows of the model's experts"),
+        ("qwen3", {"expert_model_parallel_size": 2}, {}, r"expert_model_parallel_size is 2, .*has no experts"),
+    ],
+    ids=["experts", "positions", "rows", "dense"],
+)
+def test_experts_that_the_mesh_cannot_split(
+    family: str, keys: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    from rollcast_megatron.build import check_model
+
+    with pytest.raises(ConfigError, match=message):
+        check_model(find_map(family_config(family, False, **changes)), MegatronConfig(**keys))
+
+
 def test_a_size_that_the_model_refuses_is_named_with_its_role(tmp_path: Path) -> None:
     family_config("llama", False).save_pretrained(tmp_path)
     keys = MegatronConfig(tensor_model_parallel_size=8)
@@ -137,7 +160,9 @@ def test_models_that_a_map_does_not_know(family: str, changes: dict[str, Any], m
 def test_a_model_without_a_map(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
-    with pytest.raises(ConfigError, match=r"no map for the model type 'gpt2' .*llama, qwen2, qwen3; use engine=fsdp"):
+    with pytest.raises(
+        ConfigError, match=r"no map for the model type 'gpt2' .*llama, qwen2, qwen3, qwen3_moe; use engine=fsdp"
+    ):
         find_map(GPT2Config())
     with families.temporarily("gpt2", lambda config: f"the map of {config.model_type}"):
         assert find_map(GPT2Config()) == "the map of gpt2"
@@ -190,7 +215,7 @@ def test_ranks_that_cannot_share_a_model(two_ranks: Ranks, model_of: Callable[..
     for text in two_ranks.run(scenarios.fail, folder=folder, tensor_model_parallel_size=4):
         assert "multiple of 4 ranks, but the group has 2" in text
     for text in two_ranks.run(scenarios.two_meshes, folder=folder):
-        assert "already holds a model that is split 2 (tensor) x 1 (pipeline) ways" in text
+        assert "already holds a model that is split 2 (tensor) x 1 (pipeline) x 1 (expert) ways" in text
 
 
 def test_a_reference_in_one_pipeline(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:

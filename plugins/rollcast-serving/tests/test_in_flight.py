@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollcast.contracts.rollout import (
@@ -21,6 +22,7 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import WeightSyncError
+from rollcast_serving import in_flight
 from rollcast_serving.in_flight import InFlightRollout, hold_requests
 
 SAMPLING = SamplingParams(max_tokens=12)
@@ -225,3 +227,18 @@ def test_the_engine_is_served_as_it_is_by_default() -> None:
     engine = Engine()
     assert hold_requests(engine, "continue") is engine
     assert isinstance(hold_requests(engine, "finish"), InFlightRollout)
+
+
+def test_a_continued_sequence_keeps_the_experts_it_was_sampled_with() -> None:
+    def part(tokens: list[int], first: int, prompt: int) -> RolloutSequence:
+        routed = np.full((prompt + len(tokens), 1, 1), first, np.int16)
+        routed[-1] = -1
+        return RolloutSequence(tokens, [-1.0] * len(tokens), "length", [0] * len(tokens), routed)
+
+    head = in_flight._first(part([5, 6, 7], 1, prompt=4), 2)
+    assert head.routed_experts is not None
+    assert head.routed_experts.flatten().tolist() == [1] * 6
+    whole = in_flight._joined(head, part([8, 9], 2, prompt=6))
+    assert whole.routed_experts is not None
+    # The head's last token was read again with the tail.
+    assert whole.routed_experts.flatten().tolist() == [1] * 5 + [2, 2, -1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollcast.contracts.weights import AdapterWeights
@@ -45,6 +46,12 @@ def load(model: ModelWeights, named: dict[str, Tensor]) -> list[str]:
 def test_names_and_shapes_are_those_of_the_model(folder: Path, model: ModelWeights) -> None:
     weights = tiny.plain_model(folder).state_dict()
     assert dict(model.shapes) == {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def test_experts_are_named_as_in_the_checkpoint(tmp_path: Path) -> None:
+    folder = tiny.tiny_model_folder(tmp_path / "mixture", hidden=16, tied=False, experts=3)
+    stored = load_file(folder / "model.safetensors")
+    assert dict(ModelWeights.of(str(folder)).shapes) == {name: tuple(each.shape) for name, each in stored.items()}
 
 
 def test_a_whole_update_is_loaded_once(model: ModelWeights) -> None:

@@ -105,6 +105,16 @@ def test_log_probs_travel_in_float32() -> None:
     assert list(sequence.log_probs) == [struct.unpack("f", struct.pack("f", -0.1))[0]]
 
 
+def test_experts_travel_as_they_are() -> None:
+    routed = np.arange(-1, 11, dtype=np.int16).reshape(2, 3, 2)
+    output = RolloutOutput("r", [RolloutSequence([1], [-0.1], "length", [0], routed)], SamplingParams())
+    came = wire.decode_output(there_and_back(wire.encode_output(output)), RolloutRequest("r", [], SamplingParams()))
+    found = came.sequences[0].routed_experts
+    assert found is not None
+    assert found.dtype == np.int16
+    assert np.array_equal(found, routed)
+
+
 def test_reports() -> None:
     report = WeightReport(3, 4, 5, 0.5, {"0": "ab"}, 0.25)
     assert wire.decode_report(there_and_back(wire.encode_report(report))) == report

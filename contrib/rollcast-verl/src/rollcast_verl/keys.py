@@ -268,7 +268,8 @@ def _actor() -> list[Rule]:
         *_none(_PADDING, f"{_A}.pad_to_length"),
         *_none("training with quantized weights is not there", f"{_A}.qat.*", f"{_A}.fsdp_config.qat.*"),
         *_none("models of text only", f"{_A}.freeze_vision_tower"),
-        *_none("router replay of MoE models is not there", f"{_A}.router_replay.*"),
+        *_copied(f"{_A}.router_replay", "actor.router_replay", "mode"),
+        *_none("choices are columns of the batch, not files", f"{_A}.router_replay.*"),
         *_none("the engine decides", f"{_A}.fsdp_config.*"),
         *_none("not a key of rollcast's optimizers; options go into `actor.optim.optimizer_kwargs`", f"{_A}.optim.*"),
         *_none("profiling has one section for all roles, `profiler`", f"{_A}.profiler.*"),
@@ -281,7 +282,16 @@ def _actor() -> list[Rule]:
 
 def _rollout() -> list[Rule]:
     same = (
-        *("n", "temperature", "top_k", "top_p", "ignore_eos", "tensor_model_parallel_size", "gpu_memory_utilization"),
+        *(
+            "n",
+            "temperature",
+            "top_k",
+            "top_p",
+            "ignore_eos",
+            "enable_rollout_routing_replay",
+            "tensor_model_parallel_size",
+            "gpu_memory_utilization",
+        ),
         *("enforce_eager", "free_cache_engine", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("enable_prefix_caching", "dtype", "load_format", "repetition_penalty"),
     )
@@ -366,7 +376,6 @@ def _rollout() -> list[Rule]:
         *_none("trackers and `agent.save_trajectories` record rollouts", f"{_R}.trace.*", f"{_R}.prometheus.*"),
         *_none(
             "not there",
-            f"{_R}.enable_rollout_routing_replay",
             f"{_R}.moe_load_balance_metrics_interval",
             f"{_R}.mtp",
             f"{_R}.mtp.*",
@@ -452,7 +461,7 @@ def _reference() -> list[Rule]:
         ),
         *_none(_PADDING, f"{_REF}.pad_to_length"),
         *_none("profiling has one section for all roles, `profiler`", f"{_REF}.profiler.*"),
-        *_none("router replay of MoE models is not there", f"{_REF}.router_replay.*"),
+        *_none("the reference routes freely", f"{_REF}.router_replay.*"),
         *_none("`runtime.call_timeout_s` limits calls", "actor_rollout_ref.nccl_timeout"),
         *_none("`rollout.mode=hybrid` is the default", "actor_rollout_ref.hybrid_engine"),
     ]

@@ -171,6 +171,7 @@ class EngineCapabilities:
     """Features of an engine; checked against the rollout and the weight sync before the run starts.
 
     Attributes:
+        routing_replay: True if the engine records and replays the choices of a mixture's routers.
         max_world_size: largest number of ranks that can share a model; None for no limit.
     """
 
@@ -184,6 +185,7 @@ class EngineCapabilities:
     offload: bool = False
     tensor_parallel: bool = False
     pipeline_parallel: bool = False
+    routing_replay: bool = False
     max_world_size: int | None = None
 
 
@@ -221,6 +223,9 @@ class ForwardSettings:
             probabilities at each position.
         vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty over the whole vocabulary; it is computed at
             each position (``vocabulary_kl`` ``[B, T]``) against the model of :meth:`BaseEngine.set_reference`.
+        record_routing: True to output the column ``routed_experts`` too, for a mixture of experts: the choices of its
+            routers, jagged int16 ``[prompt and response tokens, layers with experts, experts of a token]``, -1 for each
+            row's last token. A batch with this column replays the choices.
         micro_batch_size_per_gpu: rows per micro-batch; None for all rows at once.
         max_token_len_per_gpu: tokens per micro-batch on each rank, including padding unless the engine packs;
             takes precedence over ``micro_batch_size_per_gpu``.
@@ -233,6 +238,7 @@ class ForwardSettings:
     calculate_entropy: bool = False
     calculate_sum_pi_squared: bool = False
     vocabulary_kl: str | None = None
+    record_routing: bool = False
     micro_batch_size_per_gpu: int | None = None
     max_token_len_per_gpu: int | None = None
     max_response_length: int | None = None

@@ -20,6 +20,8 @@ from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from rollcast.contracts.engine import BaseEngine
@@ -66,6 +68,8 @@ class RolloutCapabilities:
         continuous_batching: True if a new request joins the requests in flight; False if requests are computed in
             batches.
         multi_modal: True if requests may have ``multi_modal_data``.
+        routing_replay: True if sequences of a mixture of experts have ``routed_experts`` on request
+            (``rollout.enable_rollout_routing_replay``).
         max_world_size: largest number of processes of the rollout's pool; None for no limit.
         sampling: optional fields of :class:`SamplingParams` that the rollout applies: ``min_p``,
             ``repetition_penalty``, ``logit_bias``. A request that sets a field not listed here is rejected.
@@ -81,6 +85,7 @@ class RolloutCapabilities:
     seeds: bool = False
     continuous_batching: bool = True
     multi_modal: bool = False
+    routing_replay: bool = False
     max_world_size: int | None = None
     sampling: frozenset[str] = frozenset()
 
@@ -176,12 +181,16 @@ class RolloutSequence:
             temperature, min-p, top-k and top-p; for greedy, under the softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
         weight_versions: version of the weights that computed each token.
+        routed_experts: experts that the routers chose for each token of the prompt and of the sequence, int16
+            ``[tokens, layers with experts, experts of a token]``, -1 for a last token that was not read; None if they
+            were not recorded.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: Sequence[int]
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ class RolloutConfig:
     sync_folder: str | None = None
     """Folder for the weights of the syncs `disk` and `delta`, accessible to trainer and replicas: a path, or an fsspec
     URL such as `s3://bucket/weights`; null for the node's temporary folder."""
+    enable_rollout_routing_replay: bool = False
+    """Record which experts of a mixture each token visits, so that `actor.router_replay.mode=R3` can replay them."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     """Training responses that are cut because the others have ended; they count as cut at the length limit."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)

@@ -68,6 +68,8 @@ class Segment:
         turn: index, from 0, of the reply that sampled tokens belong to or that given tokens precede.
         log_probs: log-probs as the engine returned them, float32 ``[tokens]``; None for given tokens.
         weight_versions: versions of the weights that sampled the tokens, in order; empty for given tokens.
+        routed_experts: experts that the engine's routers chose, int16 ``[tokens, layers with experts, experts of a
+            token]``, -1 for a token that the engine had not read yet; None if they were not recorded.
     """
 
     token_ids: Tokens
@@ -75,8 +77,13 @@ class Segment:
     turn: int
     log_probs: Floats | None = None
     weight_versions: tuple[VersionRun, ...] = ()
+    routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
+        if self.routed_experts is not None and len(self.routed_experts) != len(self.token_ids):
+            raise ValueError(
+                f"a segment of {len(self.token_ids)} tokens has routed experts of {len(self.routed_experts)}"
+            )
         if not self.sampled and (self.log_probs is not None or self.weight_versions):
             raise ValueError("a given segment has no log-probs and no weight versions")
         if not self.sampled:

@@ -1,7 +1,12 @@
-"""Weights in transit from an engine to a rollout: buckets of named tensors, adapters, and reports of receipt."""
+"""Weights in transit from an engine to a rollout: buckets of named tensors, adapters, and reports of receipt.
+
+Weights travel by the names of the model's checkpoint. A module that keeps the experts of a layer in one tensor has
+other names; :class:`StackedWeights` maps them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AdapterWeights", "WeightBucket", "WeightReport"]
+__all__ = [
+    "AdapterWeights",
+    "StackedWeights",
+    "WeightBucket",
+    "WeightReport",
+    "checkpoint_tensors",
+    "find_stacked",
+    "split_stacked",
+]
 
 
 @dataclass(frozen=True)
@@ -73,3 +86,66 @@ class WeightBucket(Sequence[tuple[str, "Tensor"]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.named[index]
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """A kind of tensor in which a module stacks a matrix, or several, of each expert.
+
+    Attributes:
+        stacked: end of the tensor's name in the module, such as ``mlp.experts.gate_up_proj``; its shape is
+            ``[experts, rows, columns]``.
+        sources: ends of the matrices' names in a checkpoint, with ``*`` for the expert's number, in the order of their
+            rows.
+    """
+
+    stacked: str
+    sources: tuple[str, ...]
+
+    def parts(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, slice]] | None:
+        """Return expert and rows of each matrix by its checkpoint name; None if this kind does not include ``name``."""
+        prefix = name.removesuffix(self.stacked)
+        if prefix == name or (prefix and not prefix.endswith(".")):
+            return None
+        rows = shape[1] // len(self.sources)
+        return {
+            prefix + source.replace("*", str(expert)): (expert, slice(place * rows, (place + 1) * rows))
+            for expert in range(shape[0])
+            for place, source in enumerate(self.sources)
+        }
+
+
+def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
+    """Return the kinds of stacked tensors of a transformers model; None if its files are converted in other ways too.
+
+    Versions of transformers before 5 keep each expert as a module, with the names of the checkpoint.
+    """
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+    except ImportError:
+        return ()
+    found = []
+    for rule in mapping.get_model_conversion_mapping(model, add_legacy=False) or ():
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(rule, "operations", None) or ()]
+        sources, targets = tuple(rule.source_patterns), tuple(rule.target_patterns)
+        is_plain = all("\\" not in pattern for pattern in (*sources, *targets))
+        stacks = is_plain and steps[:1] == [("MergeModulelist", 0)] and steps[1:] in ([], [("Concatenate", 1)])
+        if not stacks or len(targets) != 1 or any(source.count("*") != 1 for source in sources):
+            return None
+        found.append(StackedWeights(targets[0], sources))
+    return tuple(found)
+
+
+def split_stacked(kinds: Sequence[StackedWeights], name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the matrices of a stacked tensor by their checkpoint names, as views; any other tensor as it is."""
+    for kind in kinds:
+        parts = kind.parts(name, tensor.shape)
+        if parts is not None:
+            return {source: tensor[expert, rows] for source, (expert, rows) in parts.items()}
+    return {name: tensor}
+
+
+def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a transformers model's tensors by their checkpoint names; stacked ones become views of their matrices."""
+    kinds = find_stacked(model) or ()
+    return {name: part for key, tensor in tensors.items() for name, part in split_stacked(kinds, key, tensor).items()}

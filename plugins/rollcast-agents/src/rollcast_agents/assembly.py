@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollcast.contracts.trajectory import Segment, Trajectory
 from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.generation import ROUTED_EXPERTS, joined_routes
 
 __all__ = ["assemble_trajectories"]
 
@@ -29,7 +31,8 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
             (``end`` is ``done``), ``rollout_weight_version`` and ``rollout_weight_version_min`` int64 (-1 if nothing
             was sampled), ``rollout_index`` int64 (equal for rows of one rollout), ``is_final`` bool (True for the row
             with the rollout's last reply), ``is_scored`` bool (True if the environment or loop scored the rollout, so
-            that no reward function is needed), and the objects ``group_id``, ``rollout_id``, ``end``.
+            that no reward function is needed), and the objects ``group_id``, ``rollout_id``, ``end``. If the engine
+            recorded them, jagged over prompt and response ``routed_experts`` int16.
     """
     rows = [_Row(trajectory) for trajectory in trajectories]
     final = _final(rows)
@@ -42,6 +45,9 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
         "turn_ids": responses.like(_flat([row.turns for row in rows], np.int32)),
         "environment_scores": responses.like(_flat(_scores(rows, final), np.float32)),
     }
+    routed = joined_routes([row.routed for row in rows], [len(row.prompts) + len(row.responses) for row in rows])
+    if routed is not None:
+        columns[ROUTED_EXPERTS] = routed.column()
     versions = [[run.version for segment in row.behind for run in segment.weight_versions] for row in rows]
     index: dict[str, int] = {}
     columns |= {
@@ -74,6 +80,7 @@ class _Row:
         zeros = [np.zeros(len(each), np.float32) if each.log_probs is None else each.log_probs for each in self.behind]
         self.log_probs = _joined(zeros, np.float32)
         self.is_scored = trajectory.reward is not None
+        self.routed = _routes(trajectory.segments)
 
     @property
     def last_turn(self) -> int:
@@ -84,6 +91,18 @@ class _Row:
         """Return the index of the turn's last sampled token; -1 if another trajectory sampled it."""
         found = np.flatnonzero(self.sampled & (self.turns == turn))
         return int(found[-1]) if len(found) else -1
+
+
+def _routes(segments: Sequence[Segment]) -> NDArray[np.int16] | None:
+    """Return the experts of all tokens, -1 where none were recorded; None if that is everywhere."""
+    shape = next((each.routed_experts.shape[1:] for each in segments if each.routed_experts is not None), None)
+    if shape is None:
+        return None
+    parts = [
+        np.full((len(each), *shape), -1, np.int16) if each.routed_experts is None else each.routed_experts
+        for each in segments
+    ]
+    return np.concatenate(parts)
 
 
 def _final(rows: Sequence[_Row]) -> np.ndarray[Any, np.dtype[np.bool_]]:

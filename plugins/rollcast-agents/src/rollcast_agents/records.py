@@ -51,7 +51,7 @@ __all__ = [
 FOLDER = "trajectories"
 """Folder of the files in a run directory."""
 _VERSION = 1
-_INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
+_INTS, _FLOATS, _SHORTS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +186,8 @@ def _segment_json(segment: Segment, text: str | None) -> dict[str, Any]:
         "token_ids": _packed(segment.token_ids, _INTS),
         "log_probs": None if segment.log_probs is None else _packed(segment.log_probs, _FLOATS),
         "weight_versions": [list(run) for run in segment.weight_versions],
+        "routed_experts": None if segment.routed_experts is None else _packed(segment.routed_experts, _SHORTS),
+        "routed_shape": None if segment.routed_experts is None else list(segment.routed_experts.shape),
         "text": text,
     }
 
@@ -236,11 +238,12 @@ def _record(line: str, place: str) -> Record:
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:
-    log_probs = data["log_probs"]
+    log_probs, routed = data["log_probs"], data.get("routed_experts")
     return Segment(
         token_ids=_unpacked(data["token_ids"], _INTS),
         sampled=data["sampled"],
         turn=data["turn"],
         log_probs=None if log_probs is None else _unpacked(log_probs, _FLOATS),
         weight_versions=tuple(VersionRun(version, tokens) for version, tokens in data["weight_versions"]),
+        routed_experts=None if routed is None else _unpacked(routed, _SHORTS).reshape(data["routed_shape"]),
     )

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, ToolSchema
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
@@ -182,8 +183,10 @@ class RecordingSession(Session):
             range(len(ids)), True, key=lambda end: any(stop in self._renderer.decode(ids[:end]) for stop in stops)
         )
         kept = slice(0, count)
+        routed = sequence.routed_experts
         return replace(
             sequence,
+            routed_experts=None if routed is None else routed[: len(routed) - len(ids) + count],
             token_ids=sequence.token_ids[kept],
             log_probs=sequence.log_probs[kept],
             weight_versions=sequence.weight_versions[kept],
@@ -262,15 +265,28 @@ class RecordingSession(Session):
             self._leaves.append(leaf)
         turn = self._turns
         self._turns += 1
-        if kept < len(context.ids):
-            leaf.segments.append(Segment(context.ids[kept:], sampled=False, turn=turn))
-        leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions)))
+        routed, start = sequence.routed_experts, len(context.ids)
+        if routed is not None and leaf.segments:
+            leaf.segments[-1] = _read_to_end(leaf.segments[-1], routed[kept - 1])
+        if kept < start:
+            given = None if routed is None else routed[kept:start]
+            leaf.segments.append(Segment(context.ids[kept:], sampled=False, turn=turn, routed_experts=given))
+        own = None if routed is None else routed[start:]
+        leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
         message = self._renderer.parse(tokens)
         leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
         return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
+
+
+def _read_to_end(segment: Segment, last: NDArray[np.int16]) -> Segment:
+    """Return a segment with the choice for its last token, which the engine read only for the next reply."""
+    routed = segment.routed_experts
+    if routed is None or not len(routed):
+        return segment
+    return replace(segment, routed_experts=np.concatenate([routed[:-1], last[None]]))
 
 
 def _begins_with(ids: Tokens, start: Tokens) -> bool:

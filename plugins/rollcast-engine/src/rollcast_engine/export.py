@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from rollcast.contracts.weights import find_stacked, split_stacked
 from rollcast.errors import CheckpointError
-from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, parameters_by_name
+from rollcast_engine.hf import (
+    WEIGHT_PATTERNS,
+    ValueModel,
+    checkpoint_parameters,
+    is_converted,
+    load_hf_config,
+    parameters_by_name,
+    transformer,
+)
 from rollcast_engine.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 
 if TYPE_CHECKING:
@@ -36,14 +45,14 @@ def write_folder(
     """Write config, ``model*.safetensors`` and the other files of ``model.path`` (tokenizer, custom code).
 
     At most one tensor is held in memory, besides what ``tensors`` itself needs. For models whose names or file layout
-    transformers converts, all tensors are held.
+    transformers converts in other ways than to stack experts, all tensors are held.
 
     Args:
         path: folder to create.
         model: model that the weights were first loaded from.
         model_type: a value model is written as ``...ForTokenClassification`` with one label.
-        tensors: all parameters by name, whole, in any order; tied ones once. Consumed to the end on every rank, even
-            after an error, because other ranks may wait in it.
+        tensors: all parameters by name, whole, in any order; tied ones once, and stacked experts as they are or split.
+            Consumed to the end on every rank, even after an error, because other ranks may wait in it.
         is_writer: True on the rank that writes; the others only consume ``tensors``.
         shard_bytes: maximum size of a weights file in bytes.
 
@@ -96,12 +105,14 @@ def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype
 
 
 def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    layout = {name: (tuple(each.shape), each.dtype) for name, each in parameters_by_name(skeleton).items()}
+    layout = {name: (tuple(each.shape), each.dtype) for name, each in checkpoint_parameters(skeleton).items()}
+    kinds = find_stacked(transformer(skeleton)) or ()
     writer = SafetensorsWriter(path, layout, shard_bytes)
     try:
         for name, tensor in tensors:
-            writer.write(name, tensor)
-            del tensor
+            for source, part in split_stacked(kinds, name, tensor).items():
+                writer.write(source, part)
+            del tensor, part  # before the next tensor exists
         writer.finish()
     finally:
         writer.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rollcast.contracts.weights import checkpoint_tensors, find_stacked
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "DTYPES",
     "WEIGHT_PATTERNS",
     "ValueModel",
+    "checkpoint_parameters",
     "is_converted",
     "load_hf_config",
     "parameters_by_name",
@@ -107,9 +109,10 @@ def transformer(module: nn.Module) -> Any:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Return True if transformers renames or reshapes this model's tensors when it loads and saves files."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before transformers 5
-        return False
-    return bool(get_model_conversion_mapping(transformer(module), add_legacy=False))
+    """Return True if transformers changes this model's tensors in files in other ways than to stack experts."""
+    return find_stacked(transformer(module)) is None
+
+
+def checkpoint_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return :func:`parameters_by_name` with the names of a checkpoint: stacked experts become views."""
+    return checkpoint_tensors(transformer(module), parameters_by_name(module))

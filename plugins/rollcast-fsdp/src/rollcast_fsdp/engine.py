@@ -22,6 +22,7 @@ from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer, set_lr
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
+from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
 from rollcast_engine.transfer import CopyStream
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
@@ -32,6 +33,7 @@ from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import BaseModelReference, Reference
 from rollcast_fsdp.residency import Residency
+from rollcast_fsdp.routing import attach_tape
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, shard_module
 from rollcast_fsdp.step import TokenForward
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig
     from rollcast.contracts.weights import AdapterWeights
+    from rollcast_engine.routing import RouterTape
     from rollcast_fsdp.lora import Adapter
 
 __all__ = ["FsdpEngine"]
@@ -67,6 +70,7 @@ class FsdpEngine(TorchEngine):
         packing=True,
         lora=True,
         offload=True,
+        routing_replay=True,
     )
     config_schema: ClassVar[type] = FsdpConfig
 
@@ -126,9 +130,10 @@ class FsdpEngine(TorchEngine):
                 dtype = DTYPES[self.config.param_dtype or self.config.model_dtype]
                 attention = self.setup.model.attn_implementation
                 kernel = use_packed_attention(transformer(self.module), attention, self.device, dtype)
-            self.forward = TokenForward(self.module, self.config, self.sharding, kernel)
+            tape = attach_tape(self.module, self.config, self._sequence_group())
+            self.forward = TokenForward(self.module, self.config, self.sharding, kernel, tape is None)
         copies = CopyStream(self.device)
-        self.passes = Passes(self.forward, self.config, self.sharding, copies)
+        self.passes = Passes(self.forward, self.config, self.sharding, copies, tape)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
         self.residency = Residency(self.module, self.optimizer, copies)
@@ -207,6 +212,8 @@ class FsdpEngine(TorchEngine):
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
         parts = self.config.ulysses_sequence_parallel_size
+        tape = self._passes().tape
+        check_replay(data, tape)
         plan = plan_batch(data, settings, self.config.use_remove_padding, parts)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings, parts)
@@ -214,10 +221,26 @@ class FsdpEngine(TorchEngine):
         reference = self._reference_for(settings)
         score = None if reference is None else reference.score
         in_place = nullcontext() if reference is None else reference.in_place()
-        with naming_keys(self.setup.section), torch.set_grad_enabled(not forward_only), in_place:
-            outputs, sums = self._passes().run(plan, agreed, loss_function, settings, score)
+        record = start_record(settings, plan.source, tape, self.device)
+        routing = nullcontext() if tape is None else tape.batch(self.device)
+        with naming_keys(self.setup.section), torch.set_grad_enabled(not forward_only), in_place, routing:
+            outputs, sums = self._passes().run(plan, agreed, loss_function, settings, score, record)
         metrics = sums.reduce(self.get_data_parallel_group())
-        return (plan.source.as_batch(outputs) if forward_only else None), metrics
+        shared = [] if self._sequence_group() is None else [self._sequence_group()]
+        if not forward_only:
+            return None, metrics | self._router_metrics(tape, shared)
+        batch = plan.source.as_batch(outputs)
+        return (batch if record is None else batch.with_columns({ROUTED_EXPERTS: record.column(shared)})), metrics
+
+    def _router_metrics(self, tape: RouterTape | None, shared: list[Any]) -> dict[str, float]:
+        """Return the load of the experts in the last batch."""
+        if tape is None or tape.load is None:
+            return {}
+        group = self.get_data_parallel_group()
+        return tape.load.metrics(shared if group is None else [*shared, group], f"{self.setup.section}/")
+
+    def _sequence_group(self) -> Any:
+        return None if self.sharding is None else self.sharding.sequence_group
 
     def _reference_for(self, settings: ForwardSettings) -> Reference | BaseModelReference | None:
         if settings.vocabulary_kl is None:

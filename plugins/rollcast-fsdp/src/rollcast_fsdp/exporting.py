@@ -12,7 +12,7 @@ from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.checkpoint_files import check_shards, read_summary
 from rollcast_engine.export import build_skeleton, write_folder
-from rollcast_engine.hf import parameters_by_name
+from rollcast_engine.hf import checkpoint_parameters
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.checkpoint import read_tensors
 from rollcast_fsdp.loading import VALUE_HEAD, match_names
@@ -119,7 +119,7 @@ def _merge(
         raise CheckpointError(
             f"checkpoint {checkpoint} contains an adapter, but its base model cannot be read: {error}"
         ) from error
-    for name in parameters_by_name(skeleton):
+    for name in checkpoint_parameters(skeleton):
         if name in trained:
             yield name, trained[name]
             continue

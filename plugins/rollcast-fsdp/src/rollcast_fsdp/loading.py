@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 # torch has no public function for the region of a shard in its tensor.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.errors import ConfigError
-from rollcast_engine.hf import ValueModel
+from rollcast_engine.hf import ValueModel, transformer
 from rollcast_engine.weights import describe_differences
 
 if TYPE_CHECKING:
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
 
     from rollcast_engine.weights import WeightFolder
 
-__all__ = ["VALUE_HEAD", "Read", "fill_module", "local_region", "match_names", "meta_parameters", "names_by_tensor"]
+__all__ = [
+    "VALUE_HEAD",
+    "Read",
+    "fill_module",
+    "local_region",
+    "match_names",
+    "meta_parameters",
+    "names_by_tensor",
+    "read_stacked",
+]
 
 log = logging.getLogger(__name__)
 
@@ -70,16 +80,20 @@ def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor
 
 
 def names_by_tensor(module: nn.Module) -> dict[str, list[str]]:
-    """Return for the first name of each parameter and persistent buffer all names that are tied to it."""
+    """Return for the first name of each parameter and persistent buffer all names that are tied to it.
+
+    Names are those of a checkpoint.
+    """
     firsts: dict[int, str] = {}
     found: dict[str, list[str]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    tensors = _checkpoint_tensors(module)
+    for name, tensor in tensors.items():
         found.setdefault(firsts.setdefault(id(tensor), name), []).append(name)
     return found
 
 
 def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str] = ()) -> dict[str, str]:
-    """Return for each name in the module's state dict the name of its tensor in the folder.
+    """Return for each checkpoint name of the module's tensors the name of the tensor in the folder.
 
     The folder of a model without its head has names without the body's prefix, and may store a tied weight under any of
     its names. Tensors named in ``optional`` are left out if they are absent or have another shape.
@@ -89,7 +103,7 @@ def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str]
     """
     body: Any = module.body if isinstance(module, ValueModel) else module
     prefix = f"{body.base_model_prefix}." if body.base_model_prefix else ""
-    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    tensors = _checkpoint_tensors(module)
     matched: dict[str, str] = {}
     missing: list[str] = []
     for first, names in names_by_tensor(module).items():
@@ -113,6 +127,29 @@ def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str]
     if unexpected and not isinstance(module, ValueModel):
         log.warning("%s contains tensors that the model does not use: %s", folder.folder, ", ".join(unexpected[:5]))
     return matched
+
+
+def _checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return checkpoint_tensors(transformer(module), module.state_dict(keep_vars=True))
+
+
+def read_stacked(parts: Mapping[str, tuple[int, slice]], region: Sequence[slice], like: Tensor, read: Read) -> Tensor:
+    """Return a region of a tensor of stacked experts, ``[experts, rows, columns]``, read matrix by matrix.
+
+    Args:
+        parts: expert and rows of each matrix by its checkpoint name.
+        region: slices of the region, with bounds.
+        like: tensor with the dtype of the result.
+        read: function that reads a region of a matrix.
+    """
+    experts, rows, columns = region
+    result = torch.empty([each.stop - each.start for each in region], dtype=like.dtype)
+    for name, (expert, own) in parts.items():
+        start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
+        if experts.start <= expert < experts.stop and start < stop:
+            matrix = read(name, (slice(start - own.start, stop - own.start), columns))
+            result[expert - experts.start, start - rows.start : stop - rows.start] = matrix
+    return result
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rollcast.contracts.weights import find_stacked
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast_engine.hf import ValueModel
+from rollcast_engine.hf import ValueModel, transformer
 from rollcast_engine.weights import WeightFolder, describe_differences
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def attach_adapter(module: nn.Module, model: ModelConfig, seed: int) -> Adapter:
             )
     else:
         config = peft.LoraConfig(
-            r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=_targets(model.target_modules)
+            r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=_targets(model.target_modules, module)
         )
     config.task_type = "CAUSAL_LM"
     if isinstance(module, ValueModel):
@@ -187,7 +188,14 @@ def _import_peft() -> Any:
     return peft
 
 
-def _targets(value: Any) -> Any:
+def _targets(value: Any, module: nn.Module) -> Any:
+    kinds = find_stacked(transformer(module)) or ()
+    if value == "all-linear" and kinds:
+        # PEFT would also select the experts, which are one tensor here and not linear layers.
+        experts = {source.split(".")[-2] for kind in kinds for source in kind.sources}
+        head = None if isinstance(module, ValueModel) else module.get_output_embeddings()  # type: ignore[operator]
+        layers = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+        return sorted({name.rpartition(".")[2] for name in layers} - experts)
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and value and all(isinstance(name, str) for name in value):

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from rollcast.contracts.weights import StackedWeights, find_stacked
 from rollcast.errors import CheckpointError, ConfigError
-from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config
+from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, transformer
 from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
-from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters
+from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters, read_stacked
 from rollcast_fsdp.lora import attach_adapter
 
 if TYPE_CHECKING:
@@ -57,13 +58,15 @@ class ModelPlan:
         module: its parameters are on the meta device until :meth:`fill` if ``source`` is set; otherwise it is complete,
             in host memory.
         source: safetensors of the folder, or rank 0; None if the module is complete.
-        names: for each tensor of the module, without its adapter, the name in ``source``.
+        names: for each tensor of the module, without its adapter, by checkpoint name the name in ``source``.
+        kinds: kinds of tensors that hold several tensors of a checkpoint.
         adapter: adapter inside the module; None without LoRA.
     """
 
     module: nn.Module
     source: WeightFolder | BroadcastWeights | None = None
     names: dict[str, str] | None = None
+    kinds: tuple[StackedWeights, ...] = ()
     adapter: Adapter | None = None
 
     def fill(self, device: torch.device) -> None:
@@ -90,8 +93,15 @@ class ModelPlan:
             name = self.adapter.base_name(name)
         if isinstance(self.source, BroadcastWeights):
             return self.source.read(name, region, like, device)
+        for kind in self.kinds:
+            parts = kind.parts(name, like.shape)
+            if parts is not None:
+                return read_stacked(parts, region, like, self._read_named)
+        return self._read_named(name, region)
+
+    def _read_named(self, name: str, region: Sequence[slice]) -> Tensor:
         theirs = (self.names or {}).get(name)
-        if theirs is None or self.source is None:
+        if theirs is None or not isinstance(self.source, WeightFolder):
             return torch.zeros([each.stop - each.start for each in region])  # a value head starts at zero
         return self.source.read(theirs, region)
 
@@ -159,7 +169,7 @@ def _plan_reading(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelP
             log.info("transformers has to convert the weights in %s, so a rank loads them whole", folder)
             return None
         raise
-    return ModelPlan(module, source, names)
+    return ModelPlan(module, source, names, find_stacked(transformer(module)) or ())
 
 
 def _plan_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelPlan:

@@ -32,6 +32,8 @@ class Pack:
         places: int64 ``[M]``, positions within ``n`` whose outputs are used.
         tokens: int64 ``[M]``, the tokens after those positions.
         targets: int64 ``[M]``, positions of these tokens in the responses ``[b * t]``.
+        row_numbers, token_numbers: int64 ``[n]``, row of each token, and its number among those of its row; -1 for
+            padding.
     """
 
     input_ids: Tensor
@@ -40,6 +42,8 @@ class Pack:
     places: Tensor
     tokens: Tensor
     targets: Tensor
+    row_numbers: Tensor
+    token_numbers: Tensor
 
 
 def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
@@ -61,6 +65,8 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     if filler:
         lengths.append(filler)
     ids = torch.nn.functional.pad(inputs["input_ids"][kept], (0, filler))
+    row_numbers = torch.nn.functional.pad(kept.nonzero()[:, 0], (0, filler))
+    token_numbers = torch.nn.functional.pad(nth[kept] - 1, (0, filler), value=-1)
     positions = torch.cat([inputs["position_ids"][kept], torch.arange(filler)])
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     width = micro.responses.size(1)
@@ -76,4 +82,6 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
         places=before[mine] - start,
         tokens=micro.responses.flatten()[micro.trained][mine],
         targets=micro.trained[mine],
+        row_numbers=row_numbers[start : start + size],
+        token_numbers=token_numbers[start : start + size],
     )

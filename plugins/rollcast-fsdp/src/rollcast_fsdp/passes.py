@@ -14,17 +14,21 @@ from rollcast_engine.loss import loss_share, quantity_names, zero_loss
 from rollcast_engine.reduce import MetricSums
 from rollcast_engine.transfer import move, prefetched
 from rollcast_fsdp.offload import ActivationOffload
+from rollcast_fsdp.routing import layer_tokens
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
     from rollcast.contracts.engine import LossFunction
     from rollcast_engine.batching import BatchPlan
     from rollcast_engine.reduce import AgreedCounts
+    from rollcast_engine.routing import RouterTape, RoutingRecord
     from rollcast_engine.transfer import CopyStream
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
-    from rollcast_fsdp.step import Score, TokenForward
+    from rollcast_fsdp.step import ForwardInputs, Score, TokenForward
 
 __all__ = ["Passes"]
 
@@ -35,9 +39,15 @@ class Passes:
     """Runner of micro-batches through one module; ranks that share it run the same number."""
 
     def __init__(
-        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, copies: CopyStream
+        self,
+        forward: TokenForward,
+        config: FsdpConfig,
+        sharding: Sharding | None,
+        copies: CopyStream,
+        tape: RouterTape | None = None,
     ) -> None:
         self.forward = forward
+        self.tape = tape
         self._sharding = sharding
         self._device = copies.device
         self._copies = copies
@@ -52,6 +62,7 @@ class Passes:
         loss_function: LossFunction | None,
         settings: ForwardSettings,
         reference: Score | None,
+        record: RoutingRecord | None = None,
     ) -> tuple[dict[str, Tensor], MetricSums]:
         """Run forward, and backward if gradients are enabled; without gradients return the outputs of ``plan.source``.
 
@@ -62,6 +73,7 @@ class Passes:
             settings: settings of the passes.
             reference: forward of the model that ``settings.vocabulary_kl`` is measured against; None if it is not
                 requested.
+            record: record of the routers' choices; None if it is not requested.
         """
         training = torch.is_grad_enabled()
         names = [] if training else quantity_names(settings, self.forward.is_value_model)
@@ -80,8 +92,11 @@ class Passes:
                 micro = inputs.micro
                 if training and self._sharding is not None:
                     self._sharding.set_gradient_sync(index == agreed.micro_batches - 1)
-                with ActivationOffload(self._copies) if self._offloads and training else nullcontext():
+                offload = ActivationOffload(self._copies) if self._offloads and training else nullcontext()
+                with offload, self._routing(inputs, agreed, scale if training else None):
                     given = self.forward.quantities(inputs, settings, reference, penalty)
+                if self.tape is not None and record is not None:
+                    self.tape.record(micro, record)
                 if loss_function is not None:
                     loss = loss_share(given, micro, agreed.denominators, loss_function, sums)
                     if training:
@@ -93,6 +108,13 @@ class Passes:
         finally:
             self._after(training, finished)
         return {name: output.cpu() for name, output in outputs.items()}, sums
+
+    def _routing(
+        self, inputs: ForwardInputs, agreed: AgreedCounts, scale: float | None
+    ) -> AbstractContextManager[None]:
+        if self.tape is None:
+            return nullcontext()
+        return self.tape.forward(layer_tokens(inputs, agreed.denominators.sequences), scale)
 
     def drop_unreduced_gradients(self) -> None:
         """Clear gradients that an interrupted backward left inside FSDP2; drop the module's gradients afterwards."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rollcast.contracts.config import Positive, config
+from rollcast.contracts.config import Ge, Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["FsdpConfig"]
@@ -54,9 +54,12 @@ class FsdpConfig:
     """Compute log-probs by chunks of tokens, without full logits; the backward pass recomputes each chunk."""
     log_probs_chunk_size: Positive = 512
     """Tokens of a chunk of `use_fused_kernels`. Fewer take less memory, but make smaller products with the head."""
+    router_aux_loss_coef: Annotated[float, Ge(0)] = 0.0
+    """Coefficient of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
     share_prompts: bool = False
     """Compute a prompt that several rows of a micro-batch share only once, and continue from its keys and values:
-    the same gradient for less work. Needs a model with a KV cache; no effect on a sharded model.
+    the same gradient for less work. Needs a model with a KV cache; no effect on a sharded model or a mixture of
+    experts.
     """
     use_torch_compile: bool = False
     """Compile the decoder layers at their first pass with torch. Generation in this process runs them uncompiled."""

@@ -85,20 +85,26 @@ class TokenForward:
         config: keys of the engine.
         sharding: sharding of the model; None on a single rank.
         kernel: kernel of attention within packs; None for SDPA.
+        shares_prompts: False if prompts cannot be shared whatever the keys.
 
     Raises:
         ConfigError: the module does not support a key's value.
     """
 
     def __init__(
-        self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None, kernel: VarlenKernel | None = None
+        self,
+        module: nn.Module,
+        config: FsdpConfig,
+        sharding: Sharding | None,
+        kernel: VarlenKernel | None = None,
+        shares_prompts: bool = True,
     ) -> None:
         self.module = module
         self._kernel = kernel
         self.packs = config.use_remove_padding
         self.is_value_model = isinstance(module, ValueModel)
         self._group = None if sharding is None else sharding.sequence_group
-        self._share_prompts = config.share_prompts and sharding is None
+        self._share_prompts = config.share_prompts and shares_prompts and sharding is None
         fused = config.use_fused_kernels and not self.is_value_model
         self._head = VocabularyHead(module) if fused else None
         self._chunk_size = config.log_probs_chunk_size

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rollcast.contracts.weights import AdapterWeights
-from rollcast_engine.hf import parameters_by_name
+from rollcast.contracts.weights import AdapterWeights, StackedWeights, find_stacked, split_stacked
+from rollcast_engine.hf import parameters_by_name, transformer
 from rollcast_fsdp.lora import merge_pair
 from rollcast_fsdp.sharding import full_tensor, full_tensors
 
@@ -49,8 +50,14 @@ class ModelTensors:
         return {name: tensor for name, tensor in self._all().items() if tensor.requires_grad}
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of the model without its adapter, gathered over the ranks in few collectives."""
-        yield from full_tensors(self.base().items(), self.device)
+        """Yield whole tensors of the model without its adapter by checkpoint name, gathered in few collectives."""
+        for name, tensor in full_tensors(self.base().items(), self.device):
+            yield from split_stacked(self.kinds, name, tensor).items()
+
+    @cached_property
+    def kinds(self) -> tuple[StackedWeights, ...]:
+        """Kinds of tensors that hold several tensors of a checkpoint."""
+        return find_stacked(transformer(self.module)) or ()
 
     def gather_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of the model with the adapter merged into the weights."""
@@ -59,7 +66,8 @@ class ModelTensors:
             return
         everything, pairs = self._all(), self.adapter.pairs
         for name, tensor in self.base().items():
-            yield name, self._merge(tensor, pairs.get(name), everything)
+            whole = self._merge(tensor, pairs.get(name), everything)
+            yield from split_stacked(self.kinds, name, whole).items()
 
     def _merge(self, tensor: Tensor, pair: LoraPair | None, everything: dict[str, Tensor]) -> Tensor:
         whole = full_tensor(tensor, self.device)

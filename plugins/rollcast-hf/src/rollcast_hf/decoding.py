@@ -9,15 +9,21 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rollcast.contracts.rollout import SamplingParams
+from rollcast_hf.routing import RoutingRecorder
 from rollcast_hf.sampling import TokenSampler
 from rollcast_serving.stops import StopMatcher
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["DecodeRow", "DecodedRow", "Decoding"]
 
@@ -42,6 +48,7 @@ class DecodedRow:
         token_ids, log_probs, versions: int32, float32 and int64.
         finish_reason: as in :class:`~rollcast.contracts.rollout.RolloutSequence`.
         broken: index of the first token with non-finite logits; None if all are finite.
+        routed_experts: choices of the routers; None if they are not recorded.
     """
 
     token_ids: array[int]
@@ -49,6 +56,7 @@ class DecodedRow:
     versions: array[int]
     finish_reason: Reason
     broken: int | None = None
+    routed_experts: NDArray[np.int16] | None = None
 
 
 class Decoding:
@@ -62,10 +70,19 @@ class Decoding:
         device: device of the module.
         vocab_size: ``V`` of the module's logits.
         streams: random streams of the rows, int64 ``[B]`` on ``device``.
+        records_routing: True to record the choices of the module's routers.
     """
 
-    def __init__(self, rows: Sequence[DecodeRow], device: torch.device, vocab_size: int, streams: Tensor) -> None:
+    def __init__(
+        self,
+        rows: Sequence[DecodeRow],
+        device: torch.device,
+        vocab_size: int,
+        streams: Tensor,
+        records_routing: bool = False,
+    ) -> None:
         self._device = device
+        self._routing = RoutingRecorder([len(row.prompt) for row in rows]) if records_routing else None
         ids, mask, source = _pad_prompts(rows, device)
         self._source = source
         self._next_ids = ids
@@ -151,7 +168,9 @@ class Decoding:
         broken = torch.where(finite.all(1), -1, finite.int().argmin(1) if self._step else -1).tolist()
         tokens_by_row = self._tokens[: self._step].T.to("cpu", torch.int32).contiguous().numpy()
         log_probs_by_row = log_probs.to("cpu", torch.float32).contiguous().numpy()
-        found = zip(self._all_ends.tolist(), self._find_reasons(), broken, strict=True)
+        ends = self._all_ends.tolist()
+        routes = [None] * len(ends) if self._routing is None else self._routing.results(ends)
+        found = zip(ends, self._find_reasons(), broken, routes, strict=True)
         return [
             DecodedRow(
                 array("i", tokens_by_row[row, :end].tobytes()),
@@ -159,8 +178,9 @@ class Decoding:
                 self._versions[:end],
                 reason,
                 None if place < 0 else place,
+                routed,
             )
-            for row, (end, reason, place) in enumerate(found)
+            for row, (end, reason, place, routed) in enumerate(found)
         ]
 
     def _find_reasons(self) -> list[Reason]:
@@ -182,6 +202,8 @@ class Decoding:
         self._takes = {name: name in accepted for name in ("position_ids", "logits_to_keep")}
         positions = None if self._mask is None else self._mask[:, : self._prompt_width].cumsum(-1).sub_(1).clamp_(min=0)
         logits = self._call(module, positions)
+        if self._routing is not None:
+            self._routing.keep_prompts(self._source)
         if len(self._source) != len(logits):
             self._cache.reorder_cache(self._source)
             self._keep_context(self._source)
@@ -194,7 +216,10 @@ class Decoding:
         if self._mask is not None:
             # A finished row stays in the batch for a while: its position must not exceed the model's limit.
             positions = (self._lengths + torch.minimum(self._limits, self._limits.new_tensor(self._step)) - 1)[:, None]
-        return self._call(module, positions)
+        logits = self._call(module, positions)
+        if self._routing is not None:
+            self._routing.keep_step(self._active, self._tokens.shape[1])
+        return logits
 
     def _call(self, module: nn.Module, positions: Tensor | None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": self._next_ids, "past_key_values": self._cache, "use_cache": True}
@@ -204,7 +229,8 @@ class Decoding:
                 inputs["position_ids"] = positions
         if self._takes["logits_to_keep"]:
             inputs["logits_to_keep"] = 1
-        output = module(**inputs)
+        with nullcontext() if self._routing is None else self._routing.listening(module):
+            output = module(**inputs)
         self._cache = output.past_key_values
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -42,7 +42,12 @@ class Job(BaseJob):
                         f"{row.broken}"
                     )
                 )
-        self.answer([RolloutSequence(row.token_ids, row.log_probs, row.finish_reason, row.versions) for row in decoded])
+        self.answer(
+            [
+                RolloutSequence(row.token_ids, row.log_probs, row.finish_reason, row.versions, row.routed_experts)
+                for row in decoded
+            ]
+        )
 
 
 def admit(

@@ -68,6 +68,7 @@ class HfRollout(BaseRollout):
         lora=True,
         seeds=True,
         continuous_batching=False,
+        routing_replay=True,
         sampling=OPTIONAL_SAMPLING,
     )
     config_schema: ClassVar[type] = HfRolloutConfig
@@ -78,6 +79,7 @@ class HfRollout(BaseRollout):
         if config.max_batch_size < 1:
             raise ConfigError(f"rollout.max_batch_size is {config.max_batch_size}, which is not at least 1")
         self._max_rows = config.max_batch_size
+        self._records_routing = config.enable_rollout_routing_replay
         # On the CPU for every device: each batch draws one seed from it, so that a batch's samples do not depend on how
         # many numbers earlier batches used.
         self._seeds = torch.Generator().manual_seed(setup.seed)
@@ -331,7 +333,7 @@ class HfRollout(BaseRollout):
                     part = rows[start : start + self._max_rows]
                     self._first_row = start
                     own = streams[start : start + self._max_rows].to(device)
-                    self._decoding = Decoding(part, device, vocab_size, own)
+                    self._decoding = Decoding(part, device, vocab_size, own, self._records_routing)
                     if start and batch[0].is_aborted:
                         self._decoding.abort(range(len(part)))
                     while not self._decoding.done:

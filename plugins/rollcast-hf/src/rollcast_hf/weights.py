@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rollcast.contracts.weights import WeightReport
+from rollcast.contracts.weights import WeightReport, checkpoint_tensors
 from rollcast_hf.errors import WeightUpdateError
 from rollcast_serving.receiving import WeightTally
 
@@ -22,7 +22,7 @@ def count_weights(module: nn.Module) -> tuple[int, int]:
 
 
 def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-    """Copy full tensors into a module in place, converted to its dtype and device.
+    """Copy full tensors, named as in a checkpoint, into a module in place, converted to its dtype and device.
 
     Of weights that share memory (a tied head) one name is enough; if several are received they must be equal.
 
@@ -33,7 +33,7 @@ def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor
         WeightUpdateError: a name is unknown, a shape differs, tied weights differ, or a weight is missing. The module
             then holds a mixture of old and new weights.
     """
-    targets: dict[str, Tensor] = module.state_dict()
+    targets = checkpoint_tensors(module, module.state_dict())
     loaded: dict[tuple[int, int], str] = {}
     tally = WeightTally(buckets)
     for bucket in tally:

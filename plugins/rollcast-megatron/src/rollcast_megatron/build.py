@@ -13,7 +13,7 @@ from torch import nn
 from rollcast.errors import ConfigError
 from rollcast_engine.keys import EngineKeyError
 from rollcast_megatron import cpu
-from rollcast_megatron.maps import ModelMap, Split, Weight
+from rollcast_megatron.maps import Mixture, ModelMap, Split, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +48,38 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> tuple[int, ...]:
                 f"is {tensor}, which does not divide the model's {size} {what}; "
                 f"sizes that fit its heads: {', '.join(map(str, fitting))}",
             )
+    if plan.mixture is not None:
+        _check_mixture(plan.mixture, int(plan.transformer["moe_ffn_hidden_size"]), config)
+    elif config.expert_model_parallel_size > 1:
+        raise EngineKeyError(
+            "expert_model_parallel_size",
+            f"is {config.expert_model_parallel_size}, but the model has no experts; set it to 1",
+        )
     layers = config.stage_layers(plan.layers)
     if layers is None:
         raise _stage_error(plan.layers, config)
     return layers
+
+
+def _check_mixture(mixture: Mixture, rows: int, config: MegatronConfig) -> None:
+    tensor, ranks = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    if mixture.experts % ranks:
+        fitting = ", ".join(str(n) for n in range(1, mixture.experts + 1) if mixture.experts % n == 0)
+        raise EngineKeyError(
+            "expert_model_parallel_size",
+            f"is {ranks}, which does not divide the model's {mixture.experts} experts; sizes that fit: {fitting}",
+        )
+    if rows % tensor:
+        raise EngineKeyError(
+            "tensor_model_parallel_size",
+            f"is {tensor}, which does not divide the {rows} rows of the model's experts (moe_intermediate_size)",
+        )
+    if tensor > 1 and not config.sequence_parallel:
+        raise EngineKeyError(
+            "sequence_parallel",
+            f"is false, but the model has experts and tensor_model_parallel_size is {tensor}: ranks that share "
+            "positions would route each of them; set it to true",
+        )
 
 
 def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:
@@ -85,12 +113,19 @@ class Placed:
         stage: pipeline stage that holds it.
         is_vocabulary: True if its rows are words, padded to a multiple of the tensor-parallel ranks.
         is_copy: True for a copy of another stage's parameter (the head of a tied model), which is not exported.
+        peers: for an expert's parameter, the transformers names on each expert-parallel rank, this one included.
     """
 
     weight: Weight
     stage: int
     is_vocabulary: bool = False
     is_copy: bool = False
+    peers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def all_sources(self) -> list[str]:
+        """Transformers names of the parameter on all expert-parallel ranks."""
+        return [name for sources in self.peers or (self.weight.sources,) for name in sources]
 
 
 @dataclass(frozen=True)
@@ -125,10 +160,13 @@ class Plan:
         yield Placed(Weight(("embedding.word_embeddings.weight",), (model.embedding,), Split(0)), 0, True)
         places = ((stage, own) for stage, count in enumerate(self.stage_layers) for own in range(count))
         for number, (stage, own) in enumerate(places):
-            for weight in model.layer:
+            mixture = model.mixture if model.has_experts(number) else None
+            for weight in model.layer if mixture is None else mixture.layer:
                 names = tuple(f"decoder.layers.{own}.{name}" for name in weight.names)
                 sources = tuple(source.format(layer=number) for source in weight.sources)
                 yield Placed(Weight(names, sources, weight.layout), stage)
+            if mixture is not None:
+                yield from self._experts(mixture, number, stage, f"decoder.layers.{own}.")
         yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last)
         if self.is_value_model:
             for name in ("score.weight", "score.bias"):
@@ -137,6 +175,20 @@ class Plan:
             yield Placed(Weight(("output_layer.weight",), (model.head,), Split(0)), last, True)
         elif last:
             yield Placed(Weight(("output_layer.weight",), (model.embedding,), Split(0)), last, True, True)
+
+    def _experts(self, mixture: Mixture, layer: int, stage: int, prefix: str) -> Iterator[Placed]:
+        """Yield the parameters of this rank's experts of a layer."""
+        ranks = self.mesh.expert_size
+        count = mixture.experts // ranks
+        for own in range(count):
+            for weight in mixture.expert:
+                names = tuple(prefix + name.format(expert=own) for name in weight.names)
+                peers = tuple(
+                    tuple(source.format(layer=layer, expert=rank * count + own) for source in weight.sources)
+                    for rank in range(ranks)
+                )
+                placed = Weight(names, peers[self.mesh.expert_rank], weight.layout)
+                yield Placed(placed, stage, peers=peers)
 
 
 def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> DecoderModel:
@@ -200,11 +252,30 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         # Micro-batches differ in shape, which megatron-core only allows with this dispatcher.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
+        **_mixture_fields(plan.map.mixture, config),
         **fused_kernels(device.type == "cuda"),
     }
     if on_host:
         options["attention_backend"] = AttnBackend.local
     return TransformerConfig(**options)
+
+
+def _mixture_fields(mixture: Mixture | None, config: MegatronConfig) -> dict[str, Any]:
+    from rollcast_megatron.module import has_transformer_engine
+
+    if mixture is None:
+        return {}
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_layer_freq": [int(has_experts) for has_experts in mixture.layers],
+        "moe_router_topk": mixture.top_k,
+        "moe_router_pre_softmax": not mixture.normalize,
+        # The engine's own router balances the load, so that the loss does not depend on the micro-batches.
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.tensor_model_parallel_size,
+        "moe_grouped_gemm": has_transformer_engine(),
+    }
 
 
 def fused_kernels(on_cuda: bool) -> dict[str, bool]:

@@ -89,7 +89,12 @@ class EngineState:
 
     def mesh_sizes(self) -> dict[str, int]:
         """Return the sizes of the mesh, as JSON values."""
-        return {"tensor": self.mesh.tensor_size, "pipeline": self.mesh.pipeline_size, "data": self.mesh.data_size}
+        return {
+            "tensor": self.mesh.tensor_size,
+            "pipeline": self.mesh.pipeline_size,
+            "expert": self.mesh.expert_size,
+            "data": self.mesh.data_size,
+        }
 
     def parameters(self) -> dict[str, list[Any]]:
         """Return shape and dtype of each parameter, as JSON values."""
@@ -236,7 +241,9 @@ def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, 
         return tensors
     for name, parameter in state.model.named_parameters():
         collected = optimizer.collect(parameter)
-        if collected is not None and state.mesh.data_rank == 0:
+        is_expert = not getattr(parameter, "allreduce", True)
+        copy = state.mesh.expert_data_rank if is_expert else state.mesh.data_rank
+        if collected is not None and copy == 0:
             tensors |= _beside(model[name], name, collected)
     return tensors
 

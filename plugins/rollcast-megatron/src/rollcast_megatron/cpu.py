@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["cuda_type_names", "install"]
@@ -35,6 +36,8 @@ MODULES = (
     "tensor_parallel.mappings",
     "tensor_parallel.random",
     "tensor_parallel.utils",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
     "utils",
 )
 _FACTORIES = ("arange", "empty", "empty_like", "ones", "tensor", "zeros", "zeros_like")
@@ -83,6 +86,11 @@ def install() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _list_splits
     # On the CPU the tracked state is the process's own, which megatron-core's tracker warns about.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -91,6 +99,7 @@ def _cpu_view() -> ModuleType:
     cuda = _View(
         torch.cuda,
         {
+            "Stream": lambda *_: None,
             "current_device": lambda: torch.device("cpu"),
             "get_rng_state": lambda *_: torch.get_rng_state(),
             "manual_seed": torch.manual_seed,
@@ -110,6 +119,45 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return make
+
+
+def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather that also takes parts of unequal sizes, which gloo does not: it pads them."""
+
+    @functools.wraps(gather)
+    def call(part: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *options: Any, **named: Any) -> Any:
+        if sizes is None or dist.get_world_size(group) == 1:
+            return gather(part, group, sizes, *options, **named)
+        padded = part.new_zeros((max(sizes), *part.shape[1:]))
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
+
+    return call
+
+
+def _reduce_scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduce-scatter that also takes parts of unequal sizes, which gloo does not: it sums the whole."""
+
+    @functools.wraps(scatter)
+    def call(whole: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *options: Any, **named: Any) -> Any:
+        if sizes is None or dist.get_world_size(group) == 1:
+            return scatter(whole, group, sizes, *options, **named)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return torch.split(total, list(sizes))[dist.get_rank(group)].contiguous()
+
+    return call
+
+
+def _list_splits(dispatcher: Any, _point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Make lists of the sizes that all-to-all takes as lists: megatron-core makes them as it copies from the device."""
+    for name in ("input_splits", "output_splits"):
+        splits = getattr(dispatcher, name)
+        if isinstance(splits, torch.Tensor):
+            setattr(dispatcher, name, splits.tolist())
+    return tokens_per_expert
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:

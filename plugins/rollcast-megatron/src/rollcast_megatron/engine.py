@@ -24,6 +24,7 @@ from rollcast_engine.hf import load_hf_config
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
+from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
 from rollcast_megatron.export import whole_module
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast_engine.routing import RouterTape
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -64,6 +66,7 @@ class MegatronEngine(TorchEngine):
         in_process_module=True,
         token_budget=True,
         offload=True,
+        routing_replay=True,
         tensor_parallel=True,
         pipeline_parallel=True,
     )
@@ -91,6 +94,8 @@ class MegatronEngine(TorchEngine):
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        #: Routers of the stage; None if the model has no experts.
+        self.tape: RouterTape | None = None
 
     @classmethod
     def compute_dtype(cls, config: MegatronConfig) -> str:
@@ -112,6 +117,7 @@ class MegatronEngine(TorchEngine):
         self.mesh = join_mesh(self, self.config, context, setup.seed)
         self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers)
         self.stage = build_model(self.plan, self.config, self.device)
+        self.tape = self._build_tape()
         parameters = dict(self.stage.named_parameters())
         if folder is not None:
             load_folder(self.plan, parameters, self.shapes, folder)
@@ -121,6 +127,13 @@ class MegatronEngine(TorchEngine):
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
+
+    def _build_tape(self) -> RouterTape | None:
+        if self.plan.map.mixture is None:
+            return None
+        from rollcast_megatron.router import attach_tape
+
+        return attach_tape(self.stage, self.plan, self.config.router_aux_loss_coef, self.config.sequence_parallel)
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -188,11 +201,13 @@ class MegatronEngine(TorchEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
+        check_replay(data, self.tape)
         plan = plan_batch(data, settings)
         group = self.get_data_parallel_group()
         agreed = agree_on_counts(plan, settings, group, self.device)
         check_budget(agreed.longest, settings)
         reference = self._reference_for(settings)
+        record = start_record(settings, plan.source, self.tape, self.device)
         work = Pass(
             plan=plan,
             model_plan=self.plan,
@@ -203,15 +218,42 @@ class MegatronEngine(TorchEngine):
             device=self.device,
             reference=None if reference is None else reference.stage,
             sums=MetricSums(),
+            # Ranks that share experts exchange tokens in each micro-batch.
+            tape=self.tape,
+            record=record,
+            is_sequence_parallel=self.config.sequence_parallel,
+            micro_batches=agreed.micro_batches if self.mesh.expert_size > 1 else len(plan),
         )
         names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
-        with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.mode(False):
+        routing = nullcontext() if self.tape is None else self.tape.batch(self.device)
+        with (
+            routing,
+            torch.set_grad_enabled(not forward_only),
+            nullcontext() if reference is None else reference.mode(False),
+        ):
             outputs = run_pass(self.runner, work, names, forward_only)
         metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
         if self.mesh.pipeline_size > 1:
             last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
             dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
-        return (plan.source.as_batch(outputs) if forward_only else None), metrics[0]
+        if not forward_only:
+            return None, metrics[0] | self._router_metrics()
+        batch = plan.source.as_batch(outputs)
+        if record is not None:
+            batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
+        return batch, metrics[0]
+
+    def _router_groups(self) -> list[Any]:
+        """Return the groups along which ranks have other layers, or other positions of the same rows."""
+        groups = [self.mesh.pipeline_group] if self.mesh.pipeline_size > 1 else []
+        return [*groups, self.mesh.tensor_group] if self.config.sequence_parallel else groups
+
+    def _router_metrics(self) -> dict[str, float]:
+        """Return the load of the experts in the last batch."""
+        if self.tape is None or self.tape.load is None:
+            return {}
+        data = [self.mesh.data_group] if self.mesh.data_size > 1 else []
+        return self.tape.load.metrics([*self._router_groups(), *data], f"{self.setup.section}/")
 
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:

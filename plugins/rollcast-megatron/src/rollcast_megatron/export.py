@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.errors import CapabilityError
 from rollcast_engine.hf import load_hf_config
 
@@ -34,7 +35,7 @@ def whole_module(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]], devi
             options = {"dtype": tensor.dtype, "attn_implementation": model.attn_implementation}
             with torch.random.fork_rng(devices=[]), torch.device(device):
                 module = auto.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code, **options)
-            parameters = dict(module.named_parameters())
+            parameters = checkpoint_tensors(module, dict(module.named_parameters()))
         if name not in parameters:
             raise CapabilityError(f"{type(module).__name__} has no {name}: a value model cannot generate")
         with torch.no_grad():

@@ -1,13 +1,14 @@
-"""The maps of Llama, Qwen2 and Qwen3: decoders with RMS norms, rotary embeddings and gated MLPs."""
+"""The maps of Llama, Qwen2, Qwen3 and Qwen3-MoE: decoders with RMS norms, rotary embeddings and gated MLPs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollcast.errors import ConfigError
-from rollcast_megatron.maps import FusedQkv, FusedRows, ModelMap, Split, Weight
+from rollcast_megatron.maps import FusedQkv, FusedRows, Mixture, ModelMap, Split, Weight
 
-__all__ = ["decoder_map", "llama", "qwen2", "qwen3"]
+__all__ = ["decoder_map", "llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _ROWS, _COLUMNS = Split(dim=0), Split(dim=1)
 
@@ -28,6 +29,45 @@ def qwen3(config: Any) -> ModelMap:
     """Return the map of ``Qwen3ForCausalLM``: norms on the heads of queries and keys."""
     refuse(config, use_sliding_window=False, attention_bias=False)
     return decoder_map(config, qk_norm=True)
+
+
+def qwen3_moe(config: Any) -> ModelMap:
+    """Return the map of ``Qwen3MoeForCausalLM``: Qwen3 with experts in all layers, or in some."""
+    refuse(config, use_sliding_window=False, attention_bias=False)
+    dense = decoder_map(config, qk_norm=True)
+    layers = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    mixture = Mixture(
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        normalize=bool(config.norm_topk_prob),
+        layers=layers,
+        layer=[
+            *(weight for weight in dense.layer if not weight.names[0].startswith("mlp.")),
+            Weight(("mlp.router.weight",), ("model.layers.{layer}.mlp.gate.weight",)),
+        ],
+        expert=_expert("model.layers.{layer}.mlp.experts.{expert}."),
+    )
+    if not any(layers):
+        return dense
+    fields = {**dense.transformer, "moe_ffn_hidden_size": config.moe_intermediate_size}
+    return replace(dense, transformer=fields, mixture=mixture)
+
+
+def _expert(prefix: str) -> list[Weight]:
+    """Return the parameters of a gated expert, one module each or one grouped product for all."""
+    each, grouped = "mlp.experts.local_experts.{expert}.", "mlp.experts."
+    gate_and_up = f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"
+    return [
+        Weight((f"{each}linear_fc1.weight", f"{grouped}linear_fc1.weight{{expert}}"), gate_and_up, FusedRows()),
+        Weight(
+            (f"{each}linear_fc2.weight", f"{grouped}linear_fc2.weight{{expert}}"),
+            (f"{prefix}down_proj.weight",),
+            _COLUMNS,
+        ),
+    ]
 
 
 def refuse(config: Any, **expected: Any) -> None:

@@ -25,6 +25,9 @@ __all__ = ["Mesh", "join_mesh"]
 class Mesh:
     """This rank's tensor-, pipeline- and data-parallel ranks, and its process group along each dimension.
 
+    Expert-parallel ranks are consecutive data-parallel ranks that share the experts of one copy of the model. Ranks of
+    ``expert_data_rank`` 0 hold the first copy.
+
     megatron-core has one mesh per process, which all engines of the process share.
     """
 
@@ -38,6 +41,15 @@ class Mesh:
     tensor_group: Any
     pipeline_group: Any
     data_group: Any
+    expert_size: int = 1
+    expert_rank: int = 0
+    expert_data_rank: int = 0
+    expert_group: Any = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tensor-, pipeline- and expert-parallel sizes."""
+        return self.tensor_size, self.pipeline_size, self.expert_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -82,14 +94,18 @@ def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, se
 
     cpu.install()
     join_process_group(context)
-    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    sizes = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.expert_model_parallel_size,
+    )
     current, same_world = _current.mesh, _current.world is dist.group.WORLD
-    if current is not None and same_world and (current.tensor_size, current.pipeline_size) == (tensor, pipeline):
+    if current is not None and same_world and current.sizes == sizes:
         _current.engines.add(engine)
         return current
     if current is not None:
-        _leave(current, tensor, pipeline, same_world)
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+        _leave(current, sizes, same_world)
+    parallel_state.initialize_model_parallel(sizes[0], sizes[1], expert_model_parallel_size=sizes[2])
     mesh = _read_mesh()
     _seed_layers(seed, mesh)
     _current.mesh, _current.world = mesh, dist.group.WORLD
@@ -97,15 +113,16 @@ def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, se
     return mesh
 
 
-def _leave(mesh: Mesh, tensor: int, pipeline: int, same_world: bool) -> None:
+def _leave(mesh: Mesh, sizes: tuple[int, int, int], same_world: bool) -> None:
     from megatron.core import parallel_state
 
     gc.collect()
     if same_world and len(_current.engines):
         raise ConfigError(
             f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.pipeline_size} "
-            f"(pipeline) ways, and all megatron engines of a process must be split alike; "
-            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} were requested"
+            f"(pipeline) x {mesh.expert_size} (expert) ways, and all megatron engines of a process must be split "
+            f"alike; tensor_model_parallel_size={sizes[0]}, pipeline_model_parallel_size={sizes[1]} and "
+            f"expert_model_parallel_size={sizes[2]} were requested"
         )
     _current.engines.clear()
     parallel_state.destroy_model_parallel()
@@ -135,4 +152,8 @@ def _read_mesh() -> Mesh:
         tensor_group=state.get_tensor_model_parallel_group(),
         pipeline_group=state.get_pipeline_model_parallel_group(),
         data_group=state.get_data_parallel_group(),
+        expert_size=state.get_expert_model_parallel_world_size(),
+        expert_rank=state.get_expert_model_parallel_rank(),
+        expert_data_rank=state.get_expert_data_parallel_rank(),
+        expert_group=state.get_expert_model_parallel_group(),
     )

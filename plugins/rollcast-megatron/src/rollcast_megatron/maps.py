@@ -24,7 +24,18 @@ from rollcast.plugins import Registry, is_callable
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Family", "FusedQkv", "FusedRows", "Layout", "ModelMap", "Split", "Weight", "families", "find_map"]
+__all__ = [
+    "Family",
+    "FusedQkv",
+    "FusedRows",
+    "Layout",
+    "Mixture",
+    "ModelMap",
+    "Split",
+    "Weight",
+    "families",
+    "find_map",
+]
 
 
 class Layout(ABC):
@@ -132,6 +143,28 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The layers of a model in which each token visits some of several feed-forward networks, its experts.
+
+    Attributes:
+        experts: number of experts of a layer.
+        top_k: number of experts that a token visits.
+        normalize: True if the weights of a token's experts add up to 1; False to keep their probabilities among all.
+        layers: for each layer of the model, True if it has experts.
+        layer: parameters of such a layer without its experts, named as in :attr:`ModelMap.layer`.
+        expert: parameters of an expert; ``{expert}`` stands for its number, in their names among the experts of a rank,
+            and in their sources among all.
+    """
+
+    experts: int
+    top_k: int
+    normalize: bool
+    layers: Sequence[bool]
+    layer: Sequence[Weight]
+    expert: Sequence[Weight]
+
+
+@dataclass(frozen=True)
 class ModelMap:
     """A decoder of megatron-core that is equivalent to a transformers model, and the mapping of its weights.
 
@@ -142,6 +175,7 @@ class ModelMap:
         rope: rotary embedding of the transformers config: ``rope_theta``, ``rope_type`` and further keys.
         layer: parameters of a layer; their names follow ``decoder.layers.<n>.``, and ``{layer}`` in their sources
             stands for the layer's number.
+        mixture: layers with experts; None if there are none.
         embedding, final_norm, head: transformers' names of the parameters outside the layers.
     """
 
@@ -151,6 +185,7 @@ class ModelMap:
     tied: bool
     rope: Mapping[str, Any]
     layer: Sequence[Weight]
+    mixture: Mixture | None = None
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
@@ -159,6 +194,10 @@ class ModelMap:
     def layers(self) -> int:
         """Number of layers."""
         return int(self.transformer["num_layers"])
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer, counted from 0, has experts."""
+        return self.mixture is not None and self.mixture.layers[layer]
 
 
 Family = Callable[[Any], ModelMap]

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -22,9 +23,11 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
 from rollcast_megatron.inputs import Positions
+from rollcast_megatron.router import TapeRouter
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -88,18 +91,44 @@ def has_transformer_engine() -> bool:
 
 def block_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the modules that the layers of this stage are built from."""
-    if has_transformer_engine():
+    if config.num_moe_experts is None and has_transformer_engine():
         spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return spec
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    build, norm = (_te_layer, TENorm) if has_transformer_engine() else (_local_layer, RmsNorm)
+    first = get_transformer_layer_offset(config)
+    layers = range(first, first + get_num_layers_to_build(config))
+    frequencies = config.moe_layer_freq if config.num_moe_experts is not None else []
+    kinds = {has_experts: build(config, has_experts) for has_experts in {bool(each) for each in frequencies} | {False}}
+    specs = [kinds[bool(frequencies and frequencies[number])] for number in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _te_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if has_experts:
+        spec.submodules.mlp.submodules.router = TapeRouter
+    return spec
+
+
+def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     layer: Any = spec.submodules
+    if has_experts:
+        layer.mlp.submodules.router = TapeRouter
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RmsNorm)
+    return spec
 
 
 class DecoderModel(GPTModel):  # type: ignore[misc]

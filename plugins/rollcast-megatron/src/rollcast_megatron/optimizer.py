@@ -125,12 +125,13 @@ class StageOptimizer:
     def collect(self, parameter: Tensor) -> dict[str, Tensor] | None:
         """Return the state of a parameter of this stage, float32, in its shape and in host memory.
 
-        With a distributed optimizer all data-parallel ranks must call; the first returns the state, the others None.
+        With a distributed optimizer all ranks that hold the parameter must call; the first returns the state, the
+        others None.
         """
         local, start = self._state_of(parameter)
         if not self.is_distributed:
             return {name: local[name].detach().float().cpu() for name in self.state_names}
-        group = self._part.data_parallel_group
+        group = self._part(parameter).data_parallel_group
         first = dist.get_global_rank(group, 0)
         whole = {}
         for name in self.state_names:
@@ -150,19 +151,24 @@ class StageOptimizer:
                     share = state[name].reshape(-1)[start : start + local[name].numel()]
                     local[name].copy_(share.view(local[name].shape))
 
-    @property
-    def _part(self) -> Any:
+    def _part(self, parameter: Tensor) -> Any:
+        """Return megatron-core's optimizer of a parameter: experts have their own, which other ranks share."""
+        is_expert = not getattr(parameter, "allreduce", True)
+        for part in self.whole.chained_optimizers:
+            if any(group.get("is_expert_parallel", False) == is_expert for group in part.param_groups):
+                return part
         return self.whole.chained_optimizers[0]
 
     def _state_of(self, parameter: Tensor) -> tuple[dict[str, Tensor], int]:
         """Return this rank's state of a parameter and its start offset; empty if this rank has no share."""
         if not self.is_distributed:
             main = getattr(parameter, "main_param", parameter)
-            return {"param": main, **self._part.optimizer.state[main]}, 0
-        if parameter not in self._part.model_param_group_index_map:
+            return {"param": main, **self._part(parameter).optimizer.state[main]}, 0
+        part = self._part(parameter)
+        if parameter not in part.model_param_group_index_map:
             return {}, 0
-        state: dict[str, Tensor] = self._part._get_main_param_and_optimizer_states(parameter)
-        return state, self._part._get_model_param_range_map(parameter)["param"].start
+        state: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
+        return state, part._get_model_param_range_map(parameter)["param"].start
 
     def to(self, device: torch.device) -> None:
         """Move the state, and the float32 copies of bfloat16 weights if there are any."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rollcast.contracts.config import Positive, config
+from rollcast.contracts.config import Ge, Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
@@ -27,7 +27,9 @@ class MegatronConfig:
     context_parallel_size: Positive = 1
     """Must be 1: attention needs whole rows."""
     expert_model_parallel_size: Positive = 1
-    """Must be 1: mixtures of experts are not supported."""
+    """Data-parallel ranks over which the experts of a layer are split; 1 to hold all of them on each. Experts are also
+    split over the tensor-parallel ranks.
+    """
     sequence_parallel: bool = False
     """Split activations along the sequence where tensor parallelism does not split them; exact, and saves memory."""
     use_distributed_optimizer: bool = True
@@ -46,6 +48,8 @@ class MegatronConfig:
     """
     recompute_num_layers: Positive | None = None
     """For `full`: number of layers per unit (`uniform`), or of first layers (`block`)."""
+    router_aux_loss_coef: Annotated[float, Ge(0)] = 0.0
+    """Coefficient of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
     head_chunk_size: Positive = 2048
     """Positions per pass through the vocabulary head. A micro-batch with more positions recomputes logits in the
     backward pass, so that they never exist all together.
@@ -95,7 +99,6 @@ class MegatronConfig:
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for key, why in (
             ("context_parallel_size", "attention needs whole rows; sequence_parallel saves activations instead"),
-            ("expert_model_parallel_size", "no mixture of experts has a map in rollcast.megatron_models"),
         ):
             if getattr(self, key) != 1:
                 raise ConfigError(f"{path}.{key} is {getattr(self, key)}, and only 1 is supported: {why}")
@@ -110,6 +113,14 @@ class MegatronConfig:
                 f"{path}.tensor_model_parallel_size={tensor} and {path}.pipeline_model_parallel_size={pipeline} need a "
                 f"multiple of {tensor * pipeline} ranks, but the group has {world_size}; "
                 f"tensor x pipeline sizes that fit: {', '.join(fitting)}"
+            )
+
+        copies, experts = world_size // (tensor * pipeline), self.expert_model_parallel_size
+        if copies % experts:
+            sizes = ", ".join(str(size) for size in range(1, copies + 1) if copies % size == 0)
+            raise ConfigError(
+                f"{path}.expert_model_parallel_size is {experts}, which does not divide the {copies} data-parallel "
+                f"ranks ({world_size} ranks / tensor {tensor} / pipeline {pipeline}); sizes that fit: {sizes}"
             )
 
     def _check_recompute(self, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,17 @@ from rollcast_megatron.heads import LanguageHead, ValueHead
 from rollcast_megatron.inputs import decoder_inputs
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor, nn
 
     from rollcast.contracts.algorithm import Denominators
     from rollcast.contracts.engine import ForwardSettings, LossFunction
     from rollcast_engine.batching import BatchPlan, MicroBatch
     from rollcast_engine.reduce import MetricSums
+    from rollcast_engine.routing import RouterTape, RoutingRecord
     from rollcast_megatron.build import Plan
+    from rollcast_megatron.inputs import DecoderInputs
 
 __all__ = ["Pass", "run_pass"]
 
@@ -40,6 +45,10 @@ class Pass:
         device: device of the model.
         reference: stage of the reference model for ``vocabulary_kl``; None without one.
         sums: accumulator of the metrics, on the last stage.
+        tape: routers of the stage; None if the model has no experts.
+        record: record of their choices; None if it is not requested.
+        is_sequence_parallel: True if tensor-parallel ranks share positions.
+        micro_batches: number of micro-batches to run.
     """
 
     plan: BatchPlan
@@ -51,6 +60,10 @@ class Pass:
     device: torch.device
     reference: nn.Module | None
     sums: MetricSums
+    tape: RouterTape | None
+    record: RoutingRecord | None
+    is_sequence_parallel: bool
+    micro_batches: int
 
     def micro_batch(self, index: int) -> MicroBatch:
         """Return micro-batch ``index``; beyond the last one, a dummy that does not count."""
@@ -69,7 +82,7 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
 
     outputs = work.plan.source.empty_outputs(names)
     # A rank without rows still takes part in the gradient reduction of its data-parallel group.
-    count = max(len(work.plan), 1)
+    count = max(work.micro_batches, 1)
     schedule: Any = get_forward_backward_func()
     schedule(
         forward_step_func=lambda micros, model: _forward(micros, model, work, outputs),
@@ -98,7 +111,10 @@ def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict
         head = ValueHead(inputs.positions)
     else:
         head = LanguageHead(inputs, work.model_plan, work.settings, work.head_chunk, work.reference)
-    output = model(inputs.input_ids, inputs.position_ids, None, labels=head)
+    with _routing(work, micro, inputs):
+        output = model(inputs.input_ids, inputs.position_ids, None, labels=head)
+        if work.tape is not None and work.record is not None:
+            work.tape.record(micro, work.record)
 
     def finish(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
         for name, target in outputs.items():
@@ -110,6 +126,16 @@ def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict
         return loss_share(given, micro, work.denominators, work.loss_function, work.sums), nothing, None
 
     return output, finish
+
+
+def _routing(work: Pass, micro: MicroBatch, inputs: DecoderInputs) -> AbstractContextManager[None]:
+    if work.tape is None:
+        return nullcontext()
+    from rollcast_megatron.router import stage_tokens
+
+    shared, sequences = work.is_sequence_parallel, work.denominators.sequences
+    tokens = stage_tokens(micro, inputs.input_ids, work.model_plan, shared, sequences)
+    return work.tape.forward(tokens, 1.0 if torch.is_grad_enabled() else None)
 
 
 def _width_multiple(work: Pass) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rollcast.errors import ConfigError
 from rollcast_engine.export import build_skeleton
-from rollcast_engine.hf import WEIGHT_PATTERNS, parameters_by_name
+from rollcast_engine.hf import WEIGHT_PATTERNS, checkpoint_parameters
 from rollcast_engine.weights import WeightFolder
 from rollcast_megatron.build import Placed, Plan, find_name
 
@@ -34,7 +34,7 @@ Shapes = dict[str, torch.Size]
 def hf_shapes(model: ModelConfig, model_type: ModelType) -> Shapes:
     """Return the shapes of the parameters of the folder's transformers model, without memory for them."""
     skeleton = build_skeleton(model, model_type, torch.float32)
-    return {name: tensor.shape for name, tensor in parameters_by_name(skeleton).items()}
+    return {name: tensor.shape for name, tensor in checkpoint_parameters(skeleton).items()}
 
 
 def open_folder(path: Path) -> WeightFolder:
@@ -62,7 +62,7 @@ def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folde
     """
     own = [placed for placed in plan.weights() if placed.stage == plan.mesh.pipeline_rank]
     optional = {"score.weight", "score.bias"}
-    needed = [name for placed in plan.weights() for name in placed.weight.sources if name not in optional]
+    needed = [name for placed in plan.weights() for name in placed.all_sources if name not in optional]
     missing = sorted({name for name in needed if name not in folder})
     if missing:
         raise ConfigError(
@@ -111,9 +111,11 @@ def gather(
     like = next(iter(parameters.values())).detach()
     rooms = _Rooms(plan, like.device)
     for batch in _batches(plan, shapes, like.dtype, limit):
-        names = [name for placed in batch for name in placed.weight.sources]
+        names = [name for placed in batch for name in placed.all_sources]
         own = batch[0].stage == plan.mesh.pipeline_rank
         wholes = _join(plan, batch, parameters, shapes, rooms) if own else iter(())
+        if own and plan.mesh.expert_size > 1 and batch[0].peers:
+            wholes = _exchange(plan, batch, list(wholes))
         if plan.mesh.pipeline_size > 1:
             wholes = _spread(plan, batch[0].stage, wholes, like, [shapes[name] for name in names])
         yield from zip(names, wholes, strict=True)
@@ -126,8 +128,9 @@ def _batches(plan: Plan, shapes: Shapes, dtype: torch.dtype, limit: int) -> Iter
     for placed in plan.weights():
         if placed.is_copy:
             continue
-        size = sum(shapes[name].numel() for name in placed.weight.sources) * dtype.itemsize
-        if batch and (held + size > limit or placed.stage != batch[0].stage):
+        size = sum(shapes[name].numel() for name in placed.all_sources) * dtype.itemsize
+        other = batch and (placed.stage != batch[0].stage or bool(placed.peers) != bool(batch[0].peers))
+        if batch and (held + size > limit or other):
             yield batch
             batch, held = [], 0
         batch.append(placed)
@@ -185,6 +188,21 @@ class _Rooms:
         rooms = whole.view(self._ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
         for share, room in zip(shares, rooms, strict=True):
             yield [_view(each, share.dtype, share.shape) for each in room]
+
+
+def _exchange(plan: Plan, batch: list[Placed], wholes: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors of all expert-parallel ranks, in the order of ``all_sources``, from this rank's own."""
+    flat = torch.cat([whole.reshape(-1) for whole in wholes])
+    every = [torch.empty_like(flat) for _ in range(plan.mesh.expert_size)]
+    dist.all_gather(every, flat, group=plan.mesh.expert_group)
+    parts = [rank.split([whole.numel() for whole in wholes]) for rank in every]  # type: ignore[no-untyped-call]
+    first = 0
+    for placed in batch:
+        count = len(placed.weight.sources)
+        for own in parts:
+            for part, whole in zip(own[first : first + count], wholes[first : first + count], strict=True):
+                yield part.view(whole.shape)
+        first += count
 
 
 def _spread(

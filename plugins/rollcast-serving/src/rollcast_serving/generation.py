@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -14,14 +14,28 @@ from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutReques
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto, Jagged
 
-__all__ = ["SEQUENCES", "GenerationContractError", "assemble_sequences", "build_requests", "generate_sequences"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "ROUTED_EXPERTS",
+    "SEQUENCES",
+    "GenerationContractError",
+    "assemble_sequences",
+    "build_requests",
+    "generate_sequences",
+    "joined_routes",
+]
 
 
 #: Columns of :func:`generate_sequences`.
-SEQUENCES: Final = (
+SEQUENCES: Final = (  # and ROUTED_EXPERTS, if the rollout records it
     *("prompts", "responses", "response_mask", "rollout_log_probs"),
     *("finished", "rollout_weight_version", "rollout_weight_version_min"),
 )
+
+#: Column of the routers' choices for the tokens of prompt and response, jagged int16 ``[tokens, layers, experts]``.
+ROUTED_EXPERTS: Final = "routed_experts"
 
 
 class GenerationContractError(RollcastError, ValueError):
@@ -39,7 +53,8 @@ async def generate_sequences(rollout: BaseRollout, prompts: DataProto, sampling:
     Returns:
         Jagged ``prompts`` and ``responses`` int32; with the rows of the responses ``response_mask`` bool and
         ``rollout_log_probs`` float32; ``finished`` bool ``[B]``; ``rollout_weight_version`` (of the last token) and
-        ``rollout_weight_version_min`` int64 ``[B]``, -1 for an empty response.
+        ``rollout_weight_version_min`` int64 ``[B]``, -1 for an empty response. If the rollout records them,
+        ``routed_experts`` too.
 
     Raises:
         RollcastError: a request cannot be served, or the rollout violated its contract.
@@ -93,8 +108,10 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
     responses = Jagged.from_lengths(_joined([each.token_ids for each in sequences], np.int32), lengths)
     given = Jagged.of(prompts["prompts"], "prompts")
+    routed = joined_routes([each.routed_experts for each in sequences], (given.lengths + lengths).tolist())
     return DataProto.from_dict(
         {
+            **({} if routed is None else {ROUTED_EXPERTS: routed.column()}),
             "prompts": given.like(given.values.to(torch.int32)),
             "responses": responses.column(),
             "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
@@ -104,6 +121,26 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
             "rollout_weight_version_min": torch.tensor([int(each.min()) for each in versions], dtype=torch.int64),
         }
     )
+
+
+def joined_routes(rows: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]) -> Jagged | None:
+    """Return the choices of rows of ``lengths`` tokens as a column; None if no row has any.
+
+    Tokens without a choice, such as those of a row that was aborted, have -1.
+
+    Raises:
+        GenerationContractError: a row has choices for another number of tokens.
+    """
+    shape = next((row.shape[1:] for row in rows if row is not None), None)
+    if shape is None:
+        return None
+    filled = []
+    for row, length in zip(rows, lengths, strict=True):
+        if row is not None and len(row) != length:
+            raise GenerationContractError(f"a sequence of {length} tokens has routed experts of {len(row)}")
+        filled.append(np.full((length, *shape), -1, np.int16) if row is None else np.asarray(row, np.int16))
+    values = torch.from_numpy(np.concatenate([np.empty((0, *shape), np.int16), *filled]))
+    return Jagged.from_lengths(values, torch.tensor(lengths, dtype=torch.int64))
 
 
 def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> torch.Tensor:

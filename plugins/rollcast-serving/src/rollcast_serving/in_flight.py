@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from rollcast.contracts.rollout import BaseRollout, EngineLoad, RolloutOutput, RolloutRequest, RolloutSequence
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast_serving.requests import as_tokens
@@ -159,8 +161,10 @@ def _overlap(request: RolloutRequest) -> int:
 
 
 def _first(sequence: RolloutSequence, count: int) -> RolloutSequence:
+    routed, left_out = sequence.routed_experts, len(sequence.token_ids) - count
     return replace(
         sequence,
+        routed_experts=None if routed is None else routed[: len(routed) - max(left_out, 0)],
         token_ids=sequence.token_ids[:count],
         log_probs=sequence.log_probs[:count],
         weight_versions=sequence.weight_versions[:count],
@@ -173,7 +177,16 @@ def _joined(head: RolloutSequence, tail: RolloutSequence) -> RolloutSequence:
         array("f", [*head.log_probs, *tail.log_probs]),
         tail.finish_reason,
         array("q", [*head.weight_versions, *tail.weight_versions]),
+        _joined_routes(head, tail),
     )
+
+
+def _joined_routes(head: RolloutSequence, tail: RolloutSequence) -> Any:
+    """Return the choices with which the tokens were sampled; the tail's prompt contains the head."""
+    if head.routed_experts is None or tail.routed_experts is None:
+        return tail.routed_experts
+    read = max(len(head.routed_experts) - 1, 0)
+    return np.concatenate([head.routed_experts[:read], tail.routed_experts[read:]])
 
 
 def _derived(seed: int, place: int, tokens: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.weights import AdapterWeights
+from rollcast.contracts.weights import AdapterWeights, checkpoint_tensors
 from rollcast.errors import CheckpointError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ModelWeights:
     """Names and shapes of a model's weights.
 
     Attributes:
-        shapes: shape by name; a tied weight appears under each of its names.
+        shapes: shape by name, as in the model's checkpoint; a tied weight appears under each of its names.
         names: name under which to load each weight; for a tied head, the embedding's.
         tied: load names that stand for several weights.
     """
@@ -66,7 +66,7 @@ class ModelWeights:
         with torch.device("meta"):
             module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         module.tie_weights()
-        weights: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        weights = checkpoint_tensors(module, module.state_dict(keep_vars=True))
         firsts: dict[int, str] = {}
         names = {name: firsts.setdefault(id(weight), name) for name, weight in weights.items()}
         tied = frozenset(first for name, first in names.items() if name != first)

@@ -14,7 +14,7 @@ from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
-from rollcast_serving.generation import SEQUENCES, assemble_sequences
+from rollcast_serving.generation import ROUTED_EXPERTS, SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import Stragglers
 from rollcast_serving.replicas import Replicas
@@ -71,10 +71,12 @@ class InProcessSampler(Sampler):
 
     Args:
         group: worker group of the actor.
+        records_routing: True if the rollout records the choices of a mixture's routers.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, records_routing: bool = False) -> None:
         self._group = group
+        self._columns = (*SEQUENCES, *([ROUTED_EXPERTS] if records_routing else []))
 
     def generate(
         self,
@@ -83,7 +85,7 @@ class InProcessSampler(Sampler):
         stragglers: Stragglers | None = None,  # refused at the start of a run: the ranks answer together
     ) -> DataProto:
         handle = self._group.generate_sequences.remote(DataProtoFuture.of_batch(prompts), sampling)
-        return LazyBatch.of(handle, SEQUENCES, {"prompts": prompts["prompts"].int()})
+        return LazyBatch.of(handle, self._columns, {"prompts": prompts["prompts"].int()})
 
     def sync(self, version: int) -> dict[str, float]:
         metrics = self._group.update_weights(version)[0].metrics

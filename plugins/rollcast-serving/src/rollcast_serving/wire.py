@@ -172,9 +172,19 @@ def encode_output(output: RolloutOutput) -> list[Any]:
             _to_bytes(_floats(sequence.log_probs)),
             sequence.finish_reason,
             _runs(sequence.weight_versions),
+            _routes(sequence),
         ]
         for sequence in output.sequences
     ]
+
+
+def _routes(sequence: RolloutSequence) -> list[Any] | None:
+    routed = sequence.routed_experts
+    return None if routed is None else [np.ascontiguousarray(routed, "<i2").tobytes(), list(routed.shape)]
+
+
+def _routes_from(data: Any) -> Any:
+    return None if data is None else np.frombuffer(data[0], "<i2").astype(np.int16).reshape(data[1])
 
 
 def _floats(values: Sequence[float]) -> array[float]:
@@ -210,8 +220,10 @@ def decode_output(data: Any, request: RolloutRequest) -> RolloutOutput:
     """
     try:
         sequences = [
-            RolloutSequence(_from_bytes("i", ids), _from_bytes("f", log_probs), reason, _versions(runs))
-            for ids, log_probs, reason, runs in data
+            RolloutSequence(
+                _from_bytes("i", ids), _from_bytes("f", log_probs), reason, _versions(runs), _routes_from(routes)
+            )
+            for ids, log_probs, reason, runs, routes in data
         ]
     except (TypeError, ValueError, OverflowError) as error:
         raise RolloutError(f"a replica's answer is malformed: {error!r}") from error

@@ -31,11 +31,13 @@ from rollcast.contracts.engine import (
     OptimConfig,
     engines,
 )
+from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
 from rollcast_testing.engine_ranks import Layout, RankLaws
+from rollcast_testing.engine_routing import RoutingLaws
 from rollcast_testing.engine_state import StateLaws
 from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, train, weights
 from rollcast_testing.engine_vocabulary import VocabularyLaws
@@ -47,7 +49,7 @@ __all__ = ["EngineSuite"]
 Build = Callable[..., BaseEngine]
 
 
-class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
+class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
     """Conformance tests of one engine.
 
     Example::
@@ -67,6 +69,8 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
     packing_config: ClassVar[Mapping[str, Any]] = {}
     #: Layouts of the engine over ranks, by a name for messages; see :class:`Layout`.
     layouts: ClassVar[Mapping[str, Layout]] = {}
+    #: Arguments of :func:`~rollcast_testing.tiny.tiny_model_folder` for the tests' models, such as ``experts``.
+    model_options: ClassVar[Mapping[str, Any]] = {}
     rtol: ClassVar[float] = 1e-5
     #: Absolute tolerance of log-probs, entropy and values.
     atol: ClassVar[float] = 1e-5
@@ -83,7 +87,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
     @pytest.fixture(params=[True, False], ids=["tied", "untied"])
     def folder(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         """Write a tiny model, with and without tied embeddings."""
-        return tiny.tiny_model_folder(tmp_path / "model", hidden=32, tied=request.param)
+        return tiny.tiny_model_folder(tmp_path / "model", hidden=32, tied=request.param, **self.model_options)
 
     @pytest.fixture
     def build(self, engine_class: type[BaseEngine], folder: Path) -> Build:
@@ -189,9 +193,10 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         train(engine, batch, ForwardSettings(micro_batch_size_per_gpu=3))
         (-plain_log_probs(module, batch)[0].sum() / batch["response_mask"].sum()).backward()
         moved = weights(engine)
-        for name, parameter in module.named_parameters():
-            gradient = parameter.grad
-            self._close(moved[name], (parameter - gradient / (gradient.abs() + 1.0)).detach(), f"gradient of {name}")
+        parameters = dict(module.named_parameters())
+        expected = {name: (each - each.grad / (each.grad.abs() + 1.0)).detach() for name, each in parameters.items()}
+        for name, tensor in checkpoint_tensors(module, expected).items():
+            self._close(moved[name], tensor, f"gradient of {name}")
 
     def test_packing_changes_nothing(self, build: Build, batch: DataProto) -> None:
         if not self.packing_config:

@@ -21,9 +21,11 @@ from rollcast.contracts.engine import (
     ModelType,
     TrainOutput,
 )
+from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
+from rollcast_testing.engine_routing import record_and_replay
 from rollcast_testing.engine_tools import OPTIM, infer, require_equal, train, weights
 from rollcast_testing.laws import require
 from rollcast_testing.ranks import shared_ranks
@@ -70,6 +72,7 @@ class Seen:
         refused: error message for a row that exceeds the token budget; empty if the engine has no token budget.
         unwritten: error message of an export to the path of a file; empty if there was no error.
         gaps: metrics of a batch of trajectories with gaps, before training.
+        routing: choices and log-probs of a mixture of experts for this rank's trajectories, before training.
         trained: weights after training.
         critic: training steps of a value model on the same ranks.
     """
@@ -83,6 +86,7 @@ class Seen:
     refused: str
     unwritten: str
     gaps: Mapping[str, float]
+    routing: dict[str, Tensor]
     trained: dict[str, Tensor]
     critic: list[TrainOutput]
 
@@ -122,6 +126,7 @@ def train_on_a_rank(
     before: Path,
     after: Path,
     blocked: Path,
+    experts: int = 0,
 ) -> Seen:
     """Collect all observations of one rank with a single engine, because starting engines is slow.
 
@@ -132,6 +137,7 @@ def train_on_a_rank(
         before: path of a checkpoint of a single rank to start from.
         after: path of the checkpoint to write at the end.
         blocked: path of a file, so that an export to this path fails.
+        experts: number of experts of the model; 0 for a dense model.
     """
     engine = _build(engine_class, keys, folder, context)
     place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
@@ -141,6 +147,8 @@ def train_on_a_rank(
     outputs = infer(engine, rows[0], _SETTINGS)
     with engine.eval_mode():
         _, gaps = engine.infer_batch(_share(_trajectories(), *place, 0), _SETTINGS, nll_loss)
+    replays = experts and engine.capabilities.routing_replay
+    routing = record_and_replay(engine, _share(_trajectories(), *place, 0), experts) if replays else {}
     steps = []
     for step in range(1, _STEPS):
         steps.append(train(engine, rows[step], _SETTINGS))
@@ -165,7 +173,7 @@ def train_on_a_rank(
         critic = [train(judge, rows[step], _SETTINGS, distance_loss) for step in range(2)]
     named = {name: outputs[name] for name in ("log_probs", "entropy")}
     source = engine.is_mp_src_rank_with_outputs()
-    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, gaps, trained, critic)
+    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, gaps, routing, trained, critic)
 
 
 class RankLaws:
@@ -173,6 +181,7 @@ class RankLaws:
 
     layouts: ClassVar[Mapping[str, Layout]]
     engine_config: ClassVar[Mapping[str, Any]]
+    model_options: ClassVar[Mapping[str, Any]]
     rtol: ClassVar[float]
 
     if TYPE_CHECKING:
@@ -188,7 +197,7 @@ class RankLaws:
 
     def test_ranks_train_as_one(self, layout: Layout, engine_class: type[BaseEngine], tmp_path: Path) -> None:
         """Check that all ranks agree with plain torch, and that checkpoints load on one rank and on many."""
-        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0)
+        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0, **self.model_options)
         before, after, blocked = (tmp_path / name for name in ("before", "after", "blocked"))
         blocked.write_text("a file, not a folder")
         alone = _build(engine_class, self.engine_config, folder, WorkerContext())
@@ -205,6 +214,7 @@ class RankLaws:
             before=before,
             after=after,
             blocked=blocked,
+            experts=int(self.model_options.get("experts", 0)),
         )
         self._check_outputs(ranks, alone, batches[0])
         module = plain_model(folder)
@@ -233,10 +243,19 @@ class RankLaws:
         require(sorted(places) == [(rank, size) for rank in range(size)], f"each shard has one source: {places}")
         module = plain_model(Path(alone.setup.model.path))
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
+            for name, parameter in checkpoint_tensors(module, dict(module.named_parameters())).items():
                 parameter.copy_(ranks[0].loaded[name])
             expected = plain_log_probs(module, batch)
         ordered = sorted(sources, key=lambda seen: seen.data_parallel)
+        if ranks[0].routing:
+            routing = record_and_replay(alone, _trajectories(), int(self.model_options["experts"]))
+            whole = {name: torch.cat([seen.routing[name] for seen in ordered]) for name in routing}
+            require(
+                torch.equal(whole["routed_experts"].sort(-1).values, routing["routed_experts"].sort(-1).values),
+                "the ranks choose one rank's experts",
+            )
+            for name in ("log_probs", "replayed"):
+                self._close(whole[name], routing[name], f"{name} of a mixture's ranks")
         padded = padded_batch(_trajectories())
         with torch.no_grad():
             loss = -float(plain_log_probs(module, padded)[0].sum() / padded["response_mask"].sum())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +28,8 @@ Build = Callable[..., BaseEngine]
 
 class StateLaws:
     """Base class of :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
+
+    model_options: ClassVar[Mapping[str, Any]]
 
     if TYPE_CHECKING:
 
@@ -58,7 +60,7 @@ class StateLaws:
             engine.load_checkpoint(tmp_path / "absent")
         with pytest.raises(CheckpointError, match="absent"):
             engine_class.export_checkpoint(tmp_path / "absent", ModelConfig(path=str(folder)), tmp_path / "out")
-        other = build(path=tiny.tiny_model_folder(tmp_path / "other", hidden=48))
+        other = build(path=tiny.tiny_model_folder(tmp_path / "other", hidden=48, **self.model_options))
         other.save_checkpoint(tmp_path / "of_another_model")
         before = weights(engine)
         with pytest.raises(CheckpointError, match="of_another_model"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +39,14 @@ def _kl_loss(inputs: LossInputs) -> LossOutput:
 class VocabularyLaws:
     """Base class of :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
 
+    model_options: ClassVar[Mapping[str, Any]]
     rtol: ClassVar[float]
     atol: ClassVar[float]
 
     @pytest.fixture
     def other_folder(self, tmp_path: Path) -> Path:
         """Write a model with the same vocabulary and other weights."""
-        return tiny.tiny_model_folder(tmp_path / "reference", hidden=48, seed=5)
+        return tiny.tiny_model_folder(tmp_path / "reference", hidden=48, seed=5, **self.model_options)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_kl_over_the_vocabulary(

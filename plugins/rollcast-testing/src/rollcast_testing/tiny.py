@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollcast.contracts.engine import LossInputs, LossOutput
+from rollcast.contracts.weights import checkpoint_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,8 +58,11 @@ def tiny_model_folder(
     seed: int = 0,
     chat_template: str | None = None,
     head_dim: int = 16,
+    experts: int = 0,
 ) -> Path:
     """Write a random Qwen2 model as a Hugging Face folder, with a tokenizer of one token per character.
+
+    With experts it is a Qwen3-MoE model instead, of which each token visits two experts per layer.
 
     Args:
         path: folder to create.
@@ -69,6 +73,7 @@ def tiny_model_folder(
         seed: seed of the weights; the caller's random state is not changed.
         chat_template: chat template of the tokenizer, such as ``CHAT_TEMPLATE``; None for none.
         head_dim: dimension of an attention head; vLLM's CPU kernels need 32 or more.
+        experts: number of experts of each layer; 0 for a dense model.
 
     Returns:
         ``path``.
@@ -76,15 +81,24 @@ def tiny_model_folder(
     Raises:
         ValueError: ``vocab`` is smaller than the tokenizer's vocabulary.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    auto_class: Any = AutoModelForCausalLM
     tokenizer = _tokenizer()
     tokenizer.chat_template = chat_template
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
         raise ValueError(f"vocab={size} is smaller than the tokenizer's {len(tokenizer)} tokens")
     heads = max(1, hidden // head_dim)
-    config = Qwen2Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+        "head_dim": head_dim,
+    }
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen2",
         vocab_size=size,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -96,14 +110,15 @@ def tiny_model_folder(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=["Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM"],
+        **(mixture if experts else {}),
     )
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
     if weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            Qwen2ForCausalLM(config).save_pretrained(path)
+            auto_class.from_config(config).save_pretrained(path)
     else:
         config.save_pretrained(path)
     return path
@@ -339,5 +354,6 @@ def plain_training(module: Any, batches: Sequence[DataProto], optim: OptimConfig
 
 
 def plain_weights(module: Any) -> dict[str, Tensor]:
-    """Return copies of a transformers model's parameters by name; tied parameters appear once."""
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    """Return copies of a transformers model's parameters by checkpoint name; tied parameters appear once."""
+    parameters = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return checkpoint_tensors(module, parameters)

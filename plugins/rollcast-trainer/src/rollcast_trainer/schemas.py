@@ -72,6 +72,15 @@ class ActorConfig:
 
 
 @config
+class RouterReplayConfig:
+    """Replay of the choices of a mixture's routers. Names are verl's."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """`R2` replays in the update the experts of the pass that computes the old log-probs; `R3` replays in both passes
+    the experts with which the rollout sampled, and needs `rollout.enable_rollout_routing_replay`."""
+
+
+@config
 class PpoActorConfig(ActorConfig):
     """The policy of ``trainer=ppo``."""
 
@@ -109,6 +118,8 @@ class PpoActorConfig(ActorConfig):
     """Weight of the KL in the loss."""
     kl_loss_type: str = "k3"
     """Registry name of the KL penalty in the loss."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    """The experts that a mixture's passes visit."""
     skip_zero_advantage: bool = True
     """Leave out of the update rows whose advantage is zero at every token. The gradient is unchanged, since the
     denominators still count them; metrics of the policy loss (`actor/kl`, `actor/clip_fraction`) become means

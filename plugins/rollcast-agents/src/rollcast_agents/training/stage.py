@@ -21,7 +21,7 @@ from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_if_empty
 from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
-from rollcast_trainer.batch.columns import GENERATED, PROMPT
+from rollcast_trainer.batch.columns import GENERATED, PROMPT, ROUTED_EXPERTS
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
     RolloutsBeside,
@@ -30,7 +30,7 @@ from rollcast_trainer.run.rollouts_beside import (
     refuse_without_replicas,
 )
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.stages.policy_gap import rollout_log_probs_serve
+from rollcast_trainer.stages.policy_gap import rollout_log_probs_serve, routes_of
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["AgentGenerator", "AgentRollout", "SaveTrajectories"]
@@ -115,11 +115,12 @@ class AgentRollout(Stage):
         check_names(config)
         refuse_without_replicas(run)
         serves = rollout_log_probs_serve(run)
+        routes = [ROUTED_EXPERTS] if routes_of(run) == "rollout" else []
         checks = serves and run.task.actor.log_prob_check_rows > 0
         saves = config.save_trajectories > 0
         return StageSpec(
             reads=(*PROMPT, "raw_prompt"),
-            writes=(*GENERATED, *_NEW, *(["old_log_probs"] if serves else [])),
+            writes=(*GENERATED, *_NEW, *(["old_log_probs"] if serves else []), *routes),
             roles=(Role.ACTOR_ROLLOUT, _role_of(run)),
             brings=(*(["log_prob_check"] if checks else []), *(["save_trajectories"] if saves else [])),
             replaces=("rollout",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DATA", "GENERATED", "MODEL", "POLICY_GAP", "PROMPT"]
+__all__ = ["DATA", "GENERATED", "MODEL", "POLICY_GAP", "PROMPT", "ROUTED_EXPERTS"]
 
 PROMPT: Final = ("prompts",)
 """Columns of a prompt before generation."""
@@ -23,6 +23,9 @@ POLICY_GAP: Final = ("entropy_sum", "log_prob_gap_sum", "log_prob_gap_max")
 """Columns of a policy pass, float32 ``[B]``, reduced over the masked tokens: the sum of the entropy, and the sum and
 the maximum of the absolute difference between the log-probs of rollout and policy.
 """
+
+ROUTED_EXPERTS: Final = "routed_experts"
+"""Column of the experts that a mixture's routers chose, jagged int16 ``[prompt and response tokens, layers, k]``."""
 
 GENERATED: Final = (
     *("uid", "finished", "rollout_log_probs", "rollout_weight_version", "rollout_weight_version_min"),

@@ -555,7 +555,7 @@ class TaskRunner:
         """
         actor = next(iter(groups.values()))
         if not self.uses_replicas or self._runtime is None:
-            return InProcessSampler(actor)
+            return InProcessSampler(actor, self.rollout.enable_rollout_routing_replay)
         replicas = self.served.start(groups[Role.ROLLOUT], self._runtime, self._loop_of_replicas())
         takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
         sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)

@@ -12,7 +12,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_serving.requests import configured_sampling, cut_keys
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import (
     KEPT,
@@ -21,6 +21,7 @@ from rollcast_trainer.stages.policy_gap import (
     correction_of,
     log_prob_metrics,
     rollout_log_probs_serve,
+    routes_of,
 )
 from rollcast_trainer.workers.roles import Role
 
@@ -28,15 +29,19 @@ __all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs",
 
 
 def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
-    """Return the batch with ``old_log_probs`` and, if a stage reads it, ``sum_pi_squared``; record the log-prob gap."""
-    writes = ["old_log_probs", *(["sum_pi_squared"] if run.is_read("sum_pi_squared") else [])]
+    """Return the batch with ``old_log_probs`` and further columns if a stage reads them; record the log-prob gap."""
+    records = routes_of(run) == "actor"
+    asked = {"sum_pi_squared": run.is_read("sum_pi_squared"), ROUTED_EXPERTS: records}
+    writes = ["old_log_probs", *(name for name, wanted in asked.items() if wanted)]
+    if records and ROUTED_EXPERTS in batch:
+        batch = batch.drop([ROUTED_EXPERTS])  # recorded by the rollout
     output, tokens = run.actor.compute_log_prob(batch, writes), int(Jagged.of(batch["response_mask"]).values.sum())
     run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
     return batch.joined(output.select(writes))
 
 
 class OldLogProb(Stage):
-    """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared`` if a stage reads it."""
+    """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared`` and ``routed_experts`` if needed."""
 
     run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
@@ -48,7 +53,11 @@ class OldLogProb(Stage):
         gives = run.task.engine_class.capabilities.sum_pi_squared
         return StageSpec(
             reads=("rollout_log_probs",),
-            writes=(*([] if others else ["old_log_probs"]), *(["sum_pi_squared"] if gives else [])),
+            writes=(
+                *([] if others else ["old_log_probs"]),
+                *(["sum_pi_squared"] if gives else []),
+                *([ROUTED_EXPERTS] if routes_of(run) == "actor" else []),
+            ),
             roles=(Role.ACTOR_ROLLOUT,),
             after=("filter_groups",),
         )
@@ -58,9 +67,10 @@ class OldLogProb(Stage):
         self._writes_old = "old_log_probs" in self.declare(run).writes
 
     def configure(self, role: str, setup: Any) -> Any:
-        if role != Role.ACTOR_ROLLOUT or not self.run.is_read("sum_pi_squared"):
+        if role != Role.ACTOR_ROLLOUT:
             return setup
-        return replace(setup, infer=replace(setup.infer, calculate_sum_pi_squared=True))
+        squared, records = self.run.is_read("sum_pi_squared"), routes_of(self.run) == "actor"
+        return replace(setup, infer=replace(setup.infer, calculate_sum_pi_squared=squared, record_routing=records))
 
     def __call__(self, batch: DataProto) -> DataProto:
         found = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_serving.requests import configured_sampling, cut_keys
@@ -9,7 +10,15 @@ from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.run.training_run import TrainingRun
 
-__all__ = ["KEPT", "acts", "correction_columns", "correction_of", "log_prob_metrics", "rollout_log_probs_serve"]
+__all__ = [
+    "KEPT",
+    "acts",
+    "correction_columns",
+    "correction_of",
+    "log_prob_metrics",
+    "rollout_log_probs_serve",
+    "routes_of",
+]
 
 KEPT = "kept_mask"
 """Jagged column: the response mask without the tokens that the correction rejected."""
@@ -45,8 +54,42 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
     task, rollout = run.task, run.task.rollout
     if task.actor.log_prob_check_rows < 0 or acts(correction_of(run)):
         return False
+    if task.actor.router_replay.mode == "R2":
+        return False  # the pass for old log-probs also records the experts to replay
     same_process = bool(weight_syncs.get(rollout.weight_sync).capabilities.same_process)
     return same_process and rollout.temperature > 0 and not cut_keys(configured_sampling(rollout, 1))
+
+
+def routes_of(run: TrainingRun) -> str:
+    """Return the name of the recorder of the experts that the run replays: ``rollout``, ``actor``, or "" for none.
+
+    Raises:
+        ConfigError: the keys of the replay do not fit together; the message names them.
+        CapabilityError: the rollout cannot record the experts, or the engine cannot replay them.
+    """
+    task = run.task
+    mode, records = task.actor.router_replay.mode, task.rollout.enable_rollout_routing_replay
+    if records and not task.rollout_class.capabilities.routing_replay:
+        raise CapabilityError(
+            f"rollout.enable_rollout_routing_replay is true, but rollout.name={task.rollout.name} cannot record the "
+            "experts of its tokens (capabilities.routing_replay); use rollout=hf, or actor.router_replay.mode=R2"
+        )
+    if mode != "disabled" and not task.engine_class.capabilities.routing_replay:
+        raise CapabilityError(
+            f"actor.router_replay.mode is {mode}, but engine={task.engine.name} cannot replay the experts of a mixture "
+            "(capabilities.routing_replay); set it to disabled, or use engine=fsdp or engine=megatron"
+        )
+    if mode == "R3" and not records:
+        raise ConfigError(
+            "actor.router_replay.mode is R3, which replays the rollout's experts, but "
+            "rollout.enable_rollout_routing_replay is false; set it to true"
+        )
+    if mode == "R2" and correction_of(run).bypass_mode:
+        raise ConfigError(
+            "actor.router_replay.mode is R2, which replays the experts of the pass for old log-probs, but "
+            "algorithm.rollout_correction.bypass_mode leaves that pass out; use R3, or set bypass_mode=false"
+        )
+    return {"R2": "actor", "R3": "rollout"}.get(mode, "")
 
 
 def log_prob_metrics(tokens: int, output: DataProto) -> dict[str, float]:

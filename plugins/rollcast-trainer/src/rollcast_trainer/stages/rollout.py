@@ -14,7 +14,7 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.manager import Stragglers
-from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT
+from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT, ROUTED_EXPERTS
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
@@ -25,7 +25,7 @@ from rollcast_trainer.run.rollouts_beside import (
     replicas_of,
 )
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve
+from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve, routes_of
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["LogProbCheck", "RewardBaselines", "Rollout"]
@@ -44,10 +44,11 @@ class Rollout(Stage):
         refuse_without_replicas(run)
         _refuse_stragglers(run)
         serves = rollout_log_probs_serve(run)
+        routes = [ROUTED_EXPERTS] if routes_of(run) == "rollout" else []
         checks = serves and run.task.actor.log_prob_check_rows > 0
         return StageSpec(
             reads=PROMPT,
-            writes=(*GENERATED, *(["old_log_probs"] if serves else [])),
+            writes=(*GENERATED, *(["old_log_probs"] if serves else []), *routes),
             roles=(Role.ACTOR_ROLLOUT,),
             brings=("log_prob_check",) if checks else (),
             is_recorded=True,

@@ -24,13 +24,13 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
-from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of
+from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of, routes_of
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
@@ -57,8 +57,9 @@ class UpdateActor(Stage):
         needs = build_loss(policy, correction.rollout_is is not None).needs
         columns = [name for name in sorted(needs.columns) if name != "advantages"]
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
+        routes = [ROUTED_EXPERTS] if routes_of(run) else []
         return StageSpec(
-            reads=("token_level_scores", *columns, *rejected, "advantages"),
+            reads=("token_level_scores", *columns, *rejected, *routes, "advantages"),
             optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
@@ -71,6 +72,7 @@ class UpdateActor(Stage):
         if self.vocabulary_kl is not None:
             check_offload(run)
         self.loss_function = build_loss(self._policy, correction_of(run).rollout_is is not None)
+        self._routes = [ROUTED_EXPERTS] if routes_of(run) else []
         self._may_skip = may_skip_rows(run, self.loss_function)
 
     def configure(self, role: str, setup: Any) -> Any:
@@ -104,7 +106,7 @@ class UpdateActor(Stage):
         )
         skipped = without_advantage(rows) if self._may_skip else None
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
-        joined = [ROLLOUT] if ROLLOUT in rows else []
+        joined = [name for name in (ROLLOUT, *self._routes) if name in rows]
         columns = rows.with_columns(prepared).select([*MODEL, *read, *joined, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch
@@ -132,6 +134,8 @@ def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
         loss: loss of the run's actor; None builds it here.
     """
     policy: PpoActorConfig = run.task.actor
+    if getattr(run.task.role_engine("actor"), "router_aux_loss_coef", 0):
+        return False  # every row has a balance loss
     loss = loss or build_loss(policy, correction_of(run).rollout_is is not None)
     return policy.skip_zero_advantage and needs_advantage(loss)
 

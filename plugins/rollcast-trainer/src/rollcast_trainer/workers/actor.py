@@ -136,7 +136,8 @@ class ActorRolloutRefWorker(Worker):
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
             )
-        plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
+        settings = self.setup.infer
+        plain = replace(settings, calculate_entropy=False, calculate_sum_pi_squared=False, record_routing=False)
         if self.ref is not None:
             output = self.ref.infer_batch(data, plain)
         else:

@@ -10,7 +10,7 @@ import torch
 from rollcast import WorkerGroup
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
-from rollcast_trainer.batch.columns import MODEL, POLICY_GAP
+from rollcast_trainer.batch.columns import MODEL, POLICY_GAP, ROUTED_EXPERTS
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
@@ -102,14 +102,14 @@ class ActorHandle(RoleHandle):
         """Return ``old_log_probs``, jagged float32, and further columns that the setup asks for.
 
         If the batch has ``rollout_log_probs``, the columns ``POLICY_GAP`` (float32 ``[B]``) are returned too; they hold
-        the per-row sums that the metrics need.
+        the per-row sums that the metrics need. If it has ``routed_experts``, the pass replays them.
         """
-        given = [name for name in ("rollout_log_probs",) if name in batch]
+        given = [name for name in ("rollout_log_probs", ROUTED_EXPERTS) if name in batch]
         return self.infer(
             "compute_log_prob",
             self.group.compute_log_prob.remote,
             batch.select([*MODEL, *given]),
-            [*writes, *(POLICY_GAP if given else ())],
+            [*writes, *(POLICY_GAP if "rollout_log_probs" in given else ())],
         )
 
     def update_actor(

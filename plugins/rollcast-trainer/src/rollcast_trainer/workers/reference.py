@@ -34,7 +34,8 @@ class RefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` under the reference policy, jagged float32."""
-        plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
+        settings = self.setup.infer
+        plain = replace(settings, calculate_entropy=False, calculate_sum_pi_squared=False, record_routing=False)
         output = self.ref.infer_batch(data, plain)
         return output.rename({"log_probs": "ref_log_prob"})
 

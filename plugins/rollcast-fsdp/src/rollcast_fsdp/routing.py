@@ -1,0 +1,93 @@
+"""The routers of a transformers model with experts, attached to the tape of the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rollcast_engine.keys import EngineKeyError
+from rollcast_engine.routing import RouterTape, routed_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast_engine.routing import RoutedTokens
+    from rollcast_fsdp.schemas import FsdpConfig
+    from rollcast_fsdp.step import ForwardInputs
+
+__all__ = ["attach_tape", "find_routers", "layer_tokens"]
+
+_SIZES = ("top_k", "num_experts", "norm_topk_prob")
+
+
+def find_routers(module: nn.Module) -> list[Any]:
+    """Return the routers of a model in the order of its layers.
+
+    These are modules as in Qwen3-MoE of transformers 5, which choose by a softmax and return logits, weights and
+    experts.
+    """
+    return [each for each in module.modules() if all(hasattr(each, name) for name in _SIZES)]
+
+
+def attach_tape(module: nn.Module, config: FsdpConfig, group: Any) -> RouterTape | None:
+    """Return the tape of a model's routers, after attaching it to them; None if there are none.
+
+    Args:
+        module: the model.
+        config: keys of the engine.
+        group: process group of the ranks that share rows; None if each has whole rows.
+
+    Raises:
+        EngineKeyError: ``router_aux_loss_coef`` is set, but there are no routers.
+    """
+    routers = find_routers(module)
+    if not routers:
+        if config.router_aux_loss_coef:
+            raise EngineKeyError(
+                "router_aux_loss_coef",
+                f"is {config.router_aux_loss_coef}, but the model has no routers that the engine knows: it needs a "
+                "mixture of experts such as Qwen3-MoE, and transformers 5; set it to 0",
+            )
+        return None
+    first = routers[0]
+    tape = RouterTape(
+        layers=len(routers),
+        experts=int(first.num_experts),
+        top_k=int(first.top_k),
+        normalize=bool(first.norm_topk_prob),
+        coefficient=config.router_aux_loss_coef,
+        group=group,
+    )
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(_hook(tape, layer))
+    return tape
+
+
+def _hook(tape: RouterTape, layer: int) -> Any:
+    # Not traced by torch.compile: the tape changes with each call.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def choose(_router: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not tape.is_active:
+            return None
+        return (output[0], *tape.choose(layer, output[0]))
+
+    return choose
+
+
+def layer_tokens(inputs: ForwardInputs, sequences: float) -> RoutedTokens:
+    """Return the tokens of a micro-batch as a layer of this rank sees them.
+
+    Args:
+        inputs: the micro-batch, on the device of the model.
+        sequences: rows of the mini-batch with a trained token.
+    """
+    micro, pack = inputs.micro, inputs.pack
+    if pack is not None:
+        return routed_tokens(micro, pack.row_numbers, pack.token_numbers, sequences)
+    # The last token predicts nothing, and the model does not see it.
+    present = (micro.model_inputs["attention_mask"] > 0)[:, :-1]
+    places = (present.cumsum(1) - 1).where(present, -1)
+    rows = torch.arange(len(present), device=present.device).unsqueeze(1).expand_as(present)
+    return routed_tokens(micro, rows.reshape(-1), places.reshape(-1), sequences)

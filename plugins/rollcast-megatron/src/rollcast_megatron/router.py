@@ -1,0 +1,93 @@
+"""The router of a layer with experts: megatron-core's, with the choices, the balance and the metrics of all engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+
+from rollcast_engine.routing import RouterTape, routed_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast_engine.batching import MicroBatch
+    from rollcast_engine.routing import RoutedTokens
+    from rollcast_megatron.build import Plan
+
+__all__ = ["TapeRouter", "attach_tape", "stage_tokens"]
+
+
+class TapeRouter(TopKRouter):  # type: ignore[misc]
+    """A router that chooses experts by a :class:`~rollcast_engine.routing.RouterTape`.
+
+    Attributes:
+        tape: tape of the engine; set by :func:`attach_tape`.
+        layer: number of this layer among those with experts.
+    """
+
+    tape: RouterTape
+    layer: int
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: A002
+        """Return weights and choice of each expert, ``[s * b, experts]``, for hidden states ``[s, b, h]``."""
+        # Not megatron-core's product, which fails without Transformer Engine.
+        logits = nn.functional.linear(input, self.weight).view(-1, self.num_experts)
+        weights, chosen = self.tape.choose(self.layer, logits)
+        spread = torch.zeros_like(logits).scatter(1, chosen, weights)
+        return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def attach_tape(stage: nn.Module, plan: Plan, coefficient: float, is_sequence_parallel: bool) -> RouterTape | None:
+    """Return the tape of a stage's routers, after attaching it to them; None if the model has no experts.
+
+    Args:
+        stage: the stage.
+        plan: distribution of the model.
+        coefficient: coefficient of the balance loss.
+        is_sequence_parallel: True if tensor-parallel ranks share positions.
+    """
+    mixture, mesh = plan.map.mixture, plan.mesh
+    if mixture is None:
+        return None
+    numbers = [layer for layer, has_experts in enumerate(mixture.layers) if has_experts]
+    tape = RouterTape(
+        layers=len(numbers),
+        experts=mixture.experts,
+        top_k=mixture.top_k,
+        normalize=mixture.normalize,
+        coefficient=coefficient,
+        group=mesh.tensor_group if is_sequence_parallel else None,
+        keeps=mesh.pipeline_size > 1,
+    )
+    for module in stage.modules():
+        if isinstance(module, TapeRouter):
+            number: Any = module.layer_number
+            module.tape, module.layer = tape, numbers.index(number - 1)
+    return tape
+
+
+def stage_tokens(
+    micro: MicroBatch, input_ids: Tensor, plan: Plan, is_sequence_parallel: bool, sequences: float
+) -> RoutedTokens:
+    """Return the tokens of a micro-batch as a layer of this rank sees them: ``[s, b]``, a part of ``s`` if shared.
+
+    Args:
+        micro: the micro-batch.
+        input_ids: the decoder's input ``[b, s]``, in which each row starts at position 0.
+        plan: distribution of the model.
+        is_sequence_parallel: True if tensor-parallel ranks share positions.
+        sequences: rows of the mini-batch with a trained token.
+    """
+    count, width = input_ids.shape
+    device = input_ids.device
+    places = torch.arange(width, device=device).unsqueeze(1).expand(width, count)
+    rows = torch.arange(count, device=device).expand(width, count)
+    present = (micro.model_inputs["attention_mask"] > 0).sum(1)
+    places = places.where(places < present, -1)
+    if is_sequence_parallel:
+        size, rank = width // plan.mesh.tensor_size, plan.mesh.tensor_rank
+        places, rows = (each[rank * size : (rank + 1) * size] for each in (places, rows))
+    return routed_tokens(micro, rows.reshape(-1), places.reshape(-1), sequences)
