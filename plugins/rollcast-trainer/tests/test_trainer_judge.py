@@ -109,8 +109,9 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         trainer.fit()
     rows = [row for row in read_metrics(tmp_path) if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # A reply that the dead replica had not given is asked for again.
-    assert sum(row["judge/replies"] for row in rows) == 3 * 16
+    # A reply that the dead replica had not given is asked for again. With rollouts ahead of training, all replies for a
+    # step may come during the step before, and the step then has none of its own.
+    assert sum(row.get("judge/replies", 0) for row in rows) == 3 * 16
     assert all(row["reward/mean"] > 0 for row in rows)
 
 
