@@ -41,7 +41,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
             2,
             r"actor\.engine\.pipeline_model_parallel_size must be at least 1, got 0",
         ),
-        ({"context_parallel_size": 2}, 2, r"context_parallel_size is 2, and only 1 is supported: .*whole rows"),
+        (
+            {**TP2, "context_parallel_size": 2},
+            6,
+            r"context_parallel_size=2 and .* multiple of 4 ranks, but the group has 6; .*fit 3 ranks: 1x1, 1x3, 3x1",
+        ),
         ({"expert_model_parallel_size": 2}, 2, r"expert_model_parallel_size is 2, .*no mixture of experts"),
         (
             {"sequence_parallel": True},
@@ -190,12 +194,7 @@ def test_ranks_that_cannot_share_a_model(two_ranks: Ranks, model_of: Callable[..
     for text in two_ranks.run(scenarios.fail, folder=folder, tensor_model_parallel_size=4):
         assert "multiple of 4 ranks, but the group has 2" in text
     for text in two_ranks.run(scenarios.two_meshes, folder=folder):
-        assert "already holds a model that is split 2 (tensor) x 1 (pipeline) ways" in text
-
-
-def test_a_reference_in_one_pipeline(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
-    for text in two_ranks.run(scenarios.refuse_reference, folder=model_of(), **PP2):
-        assert "only with pipeline_model_parallel_size=1, not 2" in text
+        assert "already holds a model that is split 2 (tensor) x 1 (context) x 1 (pipeline) ways" in text
 
 
 def test_only_an_engine_on_the_same_mesh_is_a_reference(model_of: Callable[..., Path]) -> None:

@@ -182,6 +182,7 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         "hidden_dropout": 0.0,
         **plan.map.transformer,
         "tensor_model_parallel_size": plan.mesh.tensor_size,
+        "context_parallel_size": plan.mesh.context_size,
         "pipeline_model_parallel_size": plan.mesh.pipeline_size,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,

@@ -83,6 +83,8 @@ def install() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    rotary.get_pos_emb_on_this_cp_rank = _context_part
     # On the CPU the tracked state is the process's own, which megatron-core's tracker warns about.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -110,6 +112,16 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return make
+
+
+def _context_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Return this context-parallel rank's two chunks of position embeddings.
+
+    megatron-core's function selects them with an index in pinned memory, which needs an accelerator.
+    """
+    ranks, rank = cp_group.size(), cp_group.rank()
+    chunks = pos_emb.chunk(2 * ranks, seq_dim)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], seq_dim)
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:

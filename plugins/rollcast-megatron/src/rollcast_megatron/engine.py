@@ -27,6 +27,7 @@ from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
 from rollcast_megatron.export import whole_module
+from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
@@ -127,8 +128,8 @@ class MegatronEngine(TorchEngine):
 
         from rollcast_megatron.optimizer import StageOptimizer
 
-        # With one data-parallel rank there is nothing to distribute.
-        distributed = self.config.use_distributed_optimizer and self.mesh.data_size > 1
+        # With a single rank per part of the model there is nothing to distribute.
+        distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
         dtype = DTYPES[self.config.dtype]
@@ -188,10 +189,10 @@ class MegatronEngine(TorchEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
-        plan = plan_batch(data, settings)
+        plan = plan_batch(data, settings, self.config.use_remove_padding, self.mesh.context_size)
         group = self.get_data_parallel_group()
         agreed = agree_on_counts(plan, settings, group, self.device)
-        check_budget(agreed.longest, settings)
+        check_budget(agreed.longest, settings, self.mesh.context_size)
         reference = self._reference_for(settings)
         work = Pass(
             plan=plan,
@@ -201,6 +202,7 @@ class MegatronEngine(TorchEngine):
             settings=settings,
             head_chunk=self.config.head_chunk_size,
             device=self.device,
+            layout=self._row_layout(),
             reference=None if reference is None else reference.stage,
             sums=MetricSums(),
         )
@@ -213,6 +215,16 @@ class MegatronEngine(TorchEngine):
             dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
         return (plan.source.as_batch(outputs) if forward_only else None), metrics[0]
 
+    def _row_layout(self) -> RowLayout:
+        mesh = self.mesh
+        return RowLayout(
+            packs=self.config.use_remove_padding,
+            tensor_ranks=mesh.tensor_size,
+            context_ranks=mesh.context_size,
+            context_rank=mesh.context_rank,
+            context_group=mesh.context_group,
+        )
+
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:
             return None
@@ -224,15 +236,10 @@ class MegatronEngine(TorchEngine):
         """Set the reference; see :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
-            CapabilityError: it is not a MegatronEngine on the same mesh, or the model is split into stages.
+            CapabilityError: it is not a MegatronEngine on the same mesh.
         """
         if not isinstance(reference, MegatronEngine) or reference.mesh is not self.mesh:
             raise CapabilityError("the reference of a MegatronEngine must be a MegatronEngine on the same mesh")
-        if self.mesh.pipeline_size > 1:
-            raise CapabilityError(
-                "the megatron engine has a KL penalty over the vocabulary only with pipeline_model_parallel_size=1, "
-                f"not {self.mesh.pipeline_size}: policy and reference would have to share one pipeline"
-            )
         self._reference = reference
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -345,7 +352,7 @@ class MegatronEngine(TorchEngine):
         return self.mesh.data_rank
 
     def get_data_parallel_size(self) -> int:
-        """Return the number of copies of the model."""
+        """Return the number of batch shards: copies of the model, or of context-parallel groups of copies."""
         return self.mesh.data_size
 
     def get_data_parallel_group(self) -> Any:
@@ -353,8 +360,8 @@ class MegatronEngine(TorchEngine):
         return self.mesh.data_group if self.mesh.data_size > 1 else None
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True on one rank of each copy of the model: the first of its last stage."""
-        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
+        """Return True on one of the ranks that share rows: the first of the last stage."""
+        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
 
 
 def _check_adamw(optim: OptimConfig) -> None:
