@@ -185,6 +185,6 @@ def test_code_in_common_values_is_refused(
         if common.name in sums:
             sums[common.name] = [len(content), zlib.crc32(content)]
             file.write_text(json.dumps(sums), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"common\.pt"):
+    with pytest.raises(CheckpointError, match=r"common\.pt is not a file of plain values"):
         engine.load_checkpoint(checkpoint)
     assert not touched.exists()

@@ -116,6 +116,26 @@ def test_models_that_the_mesh_cannot_split(
         check_model(find_map(family_config("llama", False, **changes)), MegatronConfig(**keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_remove_padding": True}, r"use_remove_padding is true, but dtype is float32: .*set dtype to bfloat16"),
+        ({"context_parallel_size": 2}, r"context_parallel_size is 2, but dtype is float32"),
+    ],
+    ids=["packed", "context"],
+)
+def test_rows_that_transformer_engine_has_no_kernel_for(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], message: str
+) -> None:
+    from rollcast_megatron.build import check_attention
+
+    check_attention(MegatronConfig(**keys))
+    monkeypatch.setattr("rollcast_megatron.module.has_transformer_engine", lambda: True)
+    check_attention(MegatronConfig(dtype="bfloat16", **keys))
+    with pytest.raises(ConfigError, match=message):
+        check_attention(MegatronConfig(**keys))
+
+
 def test_a_size_that_the_model_refuses_is_named_with_its_role(tmp_path: Path) -> None:
     family_config("llama", False).save_pretrained(tmp_path)
     keys = MegatronConfig(tensor_model_parallel_size=8)

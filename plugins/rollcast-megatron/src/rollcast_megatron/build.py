@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.schemas import MegatronConfig
 
-__all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_model"]
+__all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_attention", "check_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,6 +52,28 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> tuple[int, ...]:
     if layers is None:
         raise _stage_error(plan.layers, config)
     return layers
+
+
+def check_attention(config: MegatronConfig) -> None:
+    """Check that Transformer Engine, if layers are built with it, has a kernel for the rows.
+
+    Raises:
+        EngineKeyError: its kernels for packed rows and for context parallelism do not compute in float32.
+    """
+    from rollcast_megatron.module import has_transformer_engine
+
+    if config.dtype != "float32" or not has_transformer_engine():
+        return
+    for key, chosen in (
+        ("use_remove_padding", config.use_remove_padding),
+        ("context_parallel_size", config.context_parallel_size > 1),
+    ):
+        if chosen:
+            raise EngineKeyError(
+                key,
+                f"is {str(getattr(config, key)).lower()}, but dtype is float32: Transformer Engine computes the "
+                "attention of packed rows and of context-parallel ranks only in 16 bits; set dtype to bfloat16",
+            )
 
 
 def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:

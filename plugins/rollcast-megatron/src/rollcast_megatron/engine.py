@@ -25,7 +25,7 @@ from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
-from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
+from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, check_model
 from rollcast_megatron.export import whole_module
 from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
@@ -108,6 +108,7 @@ class MegatronEngine(TorchEngine):
         model_map = find_map(load_hf_config(setup.model))
         with naming_keys(setup.section):
             layers = check_model(model_map, self.config)
+            check_attention(self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
