@@ -10,6 +10,7 @@ from rollcast_testing import EngineSuite, Layout
 
 pytestmark = pytest.mark.long
 
+PACKED, CONTEXT = {"use_remove_padding": True}, {"context_parallel_size": 2}
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -25,6 +26,13 @@ class TestMegatronEngine(EngineSuite):
         "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
         "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
         "pipeline x copies": Layout(4, PIPELINE),
+        "packed, sequence parallel": Layout(2, {**TENSOR, **PACKED, "sequence_parallel": True}),
+        "packed pipeline": Layout(2, {**PIPELINE, **PACKED, "recompute_granularity": "selective"}),
+        "context": Layout(2, CONTEXT),
+        "packed context": Layout(2, {**CONTEXT, **PACKED, **FULL, "use_distributed_optimizer": False}),
+        "tensor x packed context": Layout(4, {**TENSOR, **CONTEXT, **PACKED, "sequence_parallel": True}),
+        "packed context x pipeline": Layout(4, {**PIPELINE, **CONTEXT, **PACKED}),
+        "context x copies": Layout(4, CONTEXT),
     }
 
 
