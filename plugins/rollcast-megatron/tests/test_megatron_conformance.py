@@ -18,6 +18,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute
 
 class TestMegatronEngine(EngineSuite):
     name = "megatron"
+    packing_config: ClassVar = PACKED
     layouts: ClassVar = {
         "tensor": Layout(2, TENSOR),
         "sequence parallel, in chunks": Layout(2, {**TENSOR, "sequence_parallel": True, "head_chunk_size": 3, **FULL}),
