@@ -39,6 +39,7 @@ class TestMegatronEngine(EngineSuite):
 
 class TestMegatronEngineOfAMixture(EngineSuite):
     name = "megatron"
+    packing_config: ClassVar = PACKED
     model_options: ClassVar = {"experts": 4}
     layouts: ClassVar = {
         "experts": Layout(2, EXPERTS),
@@ -46,4 +47,6 @@ class TestMegatronEngineOfAMixture(EngineSuite):
         "pipeline": Layout(2, PIPELINE),
         "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
         "experts x copies": Layout(4, EXPERTS),
+        "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
+        "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
     }
