@@ -200,16 +200,6 @@ def two_meshes(context: WorkerContext, folder: Path) -> str:
     return text
 
 
-def refuse_reference(context: WorkerContext, folder: Path, **options: Any) -> str:
-    """What an engine says to a reference."""
-    engine = build(context, folder, **options)
-    try:
-        engine.set_reference(engine)
-    except RollcastError as error:
-        return str(error)
-    return "nothing"
-
-
 def export(context: WorkerContext, folder: Path, output: Path, **options: Any) -> dict[str, Any]:
     """A step, an export, and log-probs to compare it by."""
     engine = build(context, folder, **options)

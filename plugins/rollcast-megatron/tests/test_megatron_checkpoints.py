@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,35 @@ def test_value_models_keep_their_heads(model_of: Callable[..., Path], tmp_path: 
     assert torch.equal(
         scenarios.infer(again, settings=settings)["values"], scenarios.infer(engine, settings=settings)["values"]
     )
+
+
+class Command:
+    """A pickle that would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_common_values_is_refused(
+    model_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with valid checksums, and where the environment turns torch's restricted loader off."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    checkpoint, touched = tmp_path / "checkpoint", tmp_path / "touched"
+    engine = scenarios.build(scenarios.ALONE, model_of())
+    engine.save_checkpoint(checkpoint)
+    engine.load_checkpoint(checkpoint)
+    common = checkpoint / "shards" / "common.pt"
+    torch.save({"more": Command(touched)}, common)
+    content = common.read_bytes()
+    for file in (checkpoint / "sums").glob("*.json"):
+        sums = json.loads(file.read_text(encoding="utf-8"))
+        if common.name in sums:
+            sums[common.name] = [len(content), zlib.crc32(content)]
+            file.write_text(json.dumps(sums), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"common\.pt is not a file of plain values"):
+        engine.load_checkpoint(checkpoint)
+    assert not touched.exists()

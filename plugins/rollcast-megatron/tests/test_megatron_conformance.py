@@ -10,6 +10,7 @@ from rollcast_testing import EngineSuite, Layout
 
 pytestmark = pytest.mark.long
 
+PACKED, CONTEXT = {"use_remove_padding": True}, {"context_parallel_size": 2}
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -17,6 +18,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute
 
 class TestMegatronEngine(EngineSuite):
     name = "megatron"
+    packing_config: ClassVar = PACKED
     layouts: ClassVar = {
         "tensor": Layout(2, TENSOR),
         "sequence parallel, in chunks": Layout(2, {**TENSOR, "sequence_parallel": True, "head_chunk_size": 3, **FULL}),
@@ -25,11 +27,19 @@ class TestMegatronEngine(EngineSuite):
         "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
         "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
         "pipeline x copies": Layout(4, PIPELINE),
+        "packed, sequence parallel": Layout(2, {**TENSOR, **PACKED, "sequence_parallel": True}),
+        "packed pipeline": Layout(2, {**PIPELINE, **PACKED, "recompute_granularity": "selective"}),
+        "context": Layout(2, CONTEXT),
+        "packed context": Layout(2, {**CONTEXT, **PACKED, **FULL, "use_distributed_optimizer": False}),
+        "tensor x packed context": Layout(4, {**TENSOR, **CONTEXT, **PACKED, "sequence_parallel": True}),
+        "packed context x pipeline": Layout(4, {**PIPELINE, **CONTEXT, **PACKED}),
+        "context x copies": Layout(4, CONTEXT),
     }
 
 
 class TestMegatronEngineOfAMixture(EngineSuite):
     name = "megatron"
+    packing_config: ClassVar = PACKED
     model_options: ClassVar = {"experts": 4}
     layouts: ClassVar = {
         "experts": Layout(2, EXPERTS),
@@ -37,4 +47,6 @@ class TestMegatronEngineOfAMixture(EngineSuite):
         "pipeline": Layout(2, PIPELINE),
         "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
         "experts x copies": Layout(4, EXPERTS),
+        "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
+        "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
     }

@@ -118,3 +118,16 @@ def test_small_parameters_are_gathered_together(
     assert all(names == orders[0] for names in orders)
     assert counts[0] > counts[1] > counts[2]
     assert counts[2] == keys.get("pipeline_model_parallel_size", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_rows_on_a_device(model_of: Callable[..., Path]) -> None:
+    """Transformer Engine's attention of packed rows, or ours without it, agrees with that of padded rows."""
+    padded, packed = (
+        scenarios.train(scenarios.ALONE, model_of(), dtype="bfloat16", use_remove_padding=packs)
+        for packs in (False, True)
+    )
+    torch.testing.assert_close(packed["before"]["log_probs"], padded["before"]["log_probs"], rtol=0, atol=0.05)
+    for step, expected in zip(packed["history"], padded["history"], strict=True):
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)

@@ -19,7 +19,7 @@ from megatron_models import family_config
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
 from rollcast.errors import ConfigError
 from rollcast_engine.batching import dummy_micro_batch, plan_batch
-from rollcast_megatron.inputs import decoder_inputs
+from rollcast_megatron.inputs import RowLayout, decoder_inputs
 from rollcast_megatron.maps import FusedQkv, FusedRows, families, find_map
 from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
@@ -64,24 +64,66 @@ def test_maps_name_every_parameter_once(family: str, tied: bool, tmp_path: Path)
     assert copies == ([("model.embed_tokens.weight",)] if tied else [])
 
 
-@given(seed=st.integers(0, 1000), multiple=st.integers(1, 4), rows=st.integers(1, 5))
-def test_rows_start_at_the_front(seed: int, multiple: int, rows: int) -> None:
+@given(
+    seed=st.integers(0, 1000),
+    tensor=st.integers(1, 3),
+    context=st.integers(1, 3),
+    rows=st.integers(1, 5),
+    packs=st.booleans(),
+)
+def test_rows_start_at_the_front(seed: int, tensor: int, context: int, rows: int, packs: bool) -> None:
+    """Every token and prediction is on one context-parallel rank, at the place that its row and position imply."""
     batch = random_batch(rows, 5, 4, seed=seed)
     micro = plan_batch(batch, ForwardSettings()).micro_batch(0, torch.device("cpu"))
-    inputs = decoder_inputs(micro, multiple)
-    assert inputs.input_ids.size(1) % multiple == 0
-    assert inputs.position_ids.shape == inputs.input_ids.shape
     attention = micro.model_inputs["attention_mask"] > 0
-    for row, shown in enumerate(attention):
-        tokens = micro.model_inputs["input_ids"][row][shown]
-        width = min(len(tokens), inputs.input_ids.size(1))
-        assert torch.equal(inputs.input_ids[row, :width], tokens[:width])
-    positions = inputs.positions
-    assert len(positions.rows) == int((micro.response_mask > 0).sum())
-    for row, place, target in zip(positions.rows, positions.places, positions.targets, strict=True):
-        tokens = micro.model_inputs["input_ids"][row][attention[row]]
-        assert tokens[place + 1] == target
-    assert len(decoder_inputs(dummy_micro_batch(torch.device("cpu")), multiple).positions.rows) == 0
+    tokens = [micro.model_inputs["input_ids"][row][shown] for row, shown in enumerate(attention)]
+    found: list[tuple[int, int]] = []
+    sizes = set()
+    for rank in range(context):
+        inputs = decoder_inputs(micro, RowLayout(packs, tensor, context, rank))
+        width, length = inputs.input_ids.shape
+        sizes.add((width, length, len(inputs.positions.places)) if context == 1 else (width, length))
+        assert length % tensor == 0
+        assert width == (1 if packs else rows)
+        seen_first = inputs.input_ids.T.flatten(), inputs.position_ids.T.flatten()
+        for row, column, place, target in zip(
+            inputs.positions.rows,
+            inputs.positions.columns,
+            inputs.positions.places,
+            inputs.positions.targets,
+            strict=True,
+        ):
+            found.append((int(row), int(column)))
+            before = int(seen_first[1][place])
+            assert seen_first[0][place] == tokens[row][before]
+            assert target == tokens[row][before + 1]
+        if packs:
+            assert inputs.packed is not None
+            assert sum(inputs.packed.lengths) == length * context
+            assert inputs.packed.cu_seqlens_q.tolist() == [0, *torch.tensor(inputs.packed.lengths).cumsum(0).tolist()]
+            assert all(size % (2 * context if context > 1 else 1) == 0 for size in inputs.packed.lengths)
+    assert len(sizes) == 1
+    assert sorted(found) == [tuple(each) for each in (micro.response_mask > 0).nonzero().tolist()]
+    assert len(decoder_inputs(dummy_micro_batch(torch.device("cpu")), RowLayout(packs, tensor)).positions.rows) == 0
+
+
+def test_chunks_of_a_row_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine computes the attention of the chunks that megatron-core's own split gives to a rank."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = random_batch(3, 9, 8, seed=1)
+    micro = plan_batch(batch, ForwardSettings()).micro_batch(0, torch.device("cpu"))
+
+    parts = [decoder_inputs(micro, RowLayout(False, 1, 2, rank)) for rank in range(2)]
+    whole = torch.zeros(3, 2 * parts[0].input_ids.size(1), dtype=torch.int64)
+    for part in parts:
+        whole.scatter_(1, part.position_ids, part.input_ids)
+    state = "megatron.core.parallel_state.get_context_parallel"
+    for rank, part in enumerate(parts):
+        monkeypatch.setattr(f"{state}_world_size", lambda: 2)
+        monkeypatch.setattr(f"{state}_rank", lambda rank=rank: rank)
+        expected = get_batch_on_this_cp_rank({"tokens": whole.clone()})
+        assert torch.equal(part.input_ids, expected["tokens"])
 
 
 @pytest.mark.parametrize("chunk", [2, 100])
@@ -148,11 +190,20 @@ def test_random_weights_are_the_same_on_every_mesh(two_ranks: Ranks, model_of: C
             assert all(torch.equal(result["weights"][name], tensor) for name, tensor in alone.items())
 
 
-def test_the_exact_kl_is_that_of_one_rank(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="sp2"),
+        pytest.param({"pipeline_model_parallel_size": 2}, id="pp2"),
+        pytest.param({"context_parallel_size": 2, "use_remove_padding": True}, id="cp2-packed"),
+    ],
+)
+def test_the_exact_kl_is_that_of_one_rank(
+    two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
+) -> None:
     options: dict[str, Any] = {"folder": model_of("qwen2", True), "other": model_of("qwen2", False)}
     alone = scenarios.compare(scenarios.ALONE, **options)
     assert alone["history"][0].grad_norm > 1e-3
-    keys = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     for result in two_ranks.run(scenarios.compare, **options, **keys):
         torch.testing.assert_close(
             result["before"]["vocabulary_kl"], alone["before"]["vocabulary_kl"], rtol=1e-5, atol=1e-5

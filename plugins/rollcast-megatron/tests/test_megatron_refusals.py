@@ -41,11 +41,15 @@ PP2 = {"pipeline_model_parallel_size": 2}
             2,
             r"actor\.engine\.pipeline_model_parallel_size must be at least 1, got 0",
         ),
-        ({"context_parallel_size": 2}, 2, r"context_parallel_size is 2, and only 1 is supported: .*whole rows"),
+        (
+            {**TP2, "context_parallel_size": 2},
+            6,
+            r"context_parallel_size=2 and .* multiple of 4 ranks, but the group has 6; .*fit 3 ranks: 1x1, 1x3, 3x1",
+        ),
         (
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
             2,
-            r"expert_model_parallel_size is 2, .* 1 data-parallel ranks .*sizes that fit: 1",
+            r"expert_model_parallel_size is 2, .* 1 data- and context-parallel ranks .*sizes that fit: 1",
         ),
         (
             {"sequence_parallel": True},
@@ -135,6 +139,26 @@ def test_experts_that_the_mesh_cannot_split(
         check_model(find_map(family_config(family, False, **changes)), MegatronConfig(**keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_remove_padding": True}, r"use_remove_padding is true, but dtype is float32: .*set dtype to bfloat16"),
+        ({"context_parallel_size": 2}, r"context_parallel_size is 2, but dtype is float32"),
+    ],
+    ids=["packed", "context"],
+)
+def test_rows_that_transformer_engine_has_no_kernel_for(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], message: str
+) -> None:
+    from rollcast_megatron.build import check_attention
+
+    check_attention(MegatronConfig(**keys))
+    monkeypatch.setattr("rollcast_megatron.module.has_transformer_engine", lambda: True)
+    check_attention(MegatronConfig(dtype="bfloat16", **keys))
+    with pytest.raises(ConfigError, match=message):
+        check_attention(MegatronConfig(**keys))
+
+
 def test_a_size_that_the_model_refuses_is_named_with_its_role(tmp_path: Path) -> None:
     family_config("llama", False).save_pretrained(tmp_path)
     keys = MegatronConfig(tensor_model_parallel_size=8)
@@ -215,12 +239,7 @@ def test_ranks_that_cannot_share_a_model(two_ranks: Ranks, model_of: Callable[..
     for text in two_ranks.run(scenarios.fail, folder=folder, tensor_model_parallel_size=4):
         assert "multiple of 4 ranks, but the group has 2" in text
     for text in two_ranks.run(scenarios.two_meshes, folder=folder):
-        assert "already holds a model that is split 2 (tensor) x 1 (pipeline) x 1 (expert) ways" in text
-
-
-def test_a_reference_in_one_pipeline(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
-    for text in two_ranks.run(scenarios.refuse_reference, folder=model_of(), **PP2):
-        assert "only with pipeline_model_parallel_size=1, not 2" in text
+        assert "split 2 (tensor) x 1 (context) x 1 (pipeline) x 1 (expert) ways" in text
 
 
 def test_only_an_engine_on_the_same_mesh_is_a_reference(model_of: Callable[..., Path]) -> None:

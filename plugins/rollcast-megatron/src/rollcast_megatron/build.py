@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.schemas import MegatronConfig
 
-__all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_model"]
+__all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_attention", "check_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -80,6 +80,28 @@ def _check_mixture(mixture: Mixture, rows: int, config: MegatronConfig) -> None:
             f"is false, but the model has experts and tensor_model_parallel_size is {tensor}: ranks that share "
             "positions would route each of them; set it to true",
         )
+
+
+def check_attention(config: MegatronConfig) -> None:
+    """Check that Transformer Engine, if layers are built with it, has a kernel for the rows.
+
+    Raises:
+        EngineKeyError: its kernels for packed rows and for context parallelism do not compute in float32.
+    """
+    from rollcast_megatron.module import has_transformer_engine
+
+    if config.dtype != "float32" or not has_transformer_engine():
+        return
+    for key, chosen in (
+        ("use_remove_padding", config.use_remove_padding),
+        ("context_parallel_size", config.context_parallel_size > 1),
+    ):
+        if chosen:
+            raise EngineKeyError(
+                key,
+                f"is {str(getattr(config, key)).lower()}, but dtype is float32: Transformer Engine computes the "
+                "attention of packed rows and of context-parallel ranks only in 16 bits; set dtype to bfloat16",
+            )
 
 
 def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:
@@ -234,6 +256,7 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         "hidden_dropout": 0.0,
         **plan.map.transformer,
         "tensor_model_parallel_size": plan.mesh.tensor_size,
+        "context_parallel_size": plan.mesh.context_size,
         "pipeline_model_parallel_size": plan.mesh.pipeline_size,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,

@@ -89,11 +89,13 @@ class EngineState:
 
     def mesh_sizes(self) -> dict[str, int]:
         """Return the sizes of the mesh, as JSON values."""
+        mesh = self.mesh
         return {
-            "tensor": self.mesh.tensor_size,
-            "pipeline": self.mesh.pipeline_size,
-            "expert": self.mesh.expert_size,
-            "data": self.mesh.data_size,
+            "tensor": mesh.tensor_size,
+            "context": mesh.context_size,
+            "pipeline": mesh.pipeline_size,
+            "expert": mesh.expert_size,
+            "data": mesh.data_size,
         }
 
     def parameters(self) -> dict[str, list[Any]]:
@@ -208,6 +210,7 @@ def load(path: Path, state: EngineState) -> int:
     try:
         rng = read_rng(rng_file(path, state.rank if same_mesh else 0))
         check_shards(path, summary["world_size"], state.rank, state.mesh.world_size)
+        _check_common(path / SHARDS / "common.pt")
     except CheckpointError as error:
         problem = str(error)
     agree(problem, f"checkpoint {path} cannot be used", state.mesh.world_size)
@@ -229,8 +232,23 @@ def load(path: Path, state: EngineState) -> int:
             summary["mesh"],
             state.mesh_sizes(),
         )
-        derive_rng(state.mesh.data_rank)
+        derive_rng(state.mesh.data_rank * state.mesh.context_size + state.mesh.context_rank)
     return int(summary["schedule_step"])
+
+
+def _check_common(file: Path) -> None:
+    """Check that a file that megatron-core will unpickle holds only tensors and plain values.
+
+    torch's restricted loader is megatron-core's default too, but an environment variable
+    (``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``) turns it off there.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or names code.
+    """
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except _READ_ERRORS as error:
+        raise CheckpointError(f"{file} is not a file of plain values: {describe_failure(error)}") from error
 
 
 def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
@@ -242,8 +260,8 @@ def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, 
     for name, parameter in state.model.named_parameters():
         collected = optimizer.collect(parameter)
         is_expert = not getattr(parameter, "allreduce", True)
-        copy = state.mesh.expert_data_rank if is_expert else state.mesh.data_rank
-        if collected is not None and copy == 0:
+        is_first = state.mesh.data_rank == 0 and state.mesh.context_rank == 0
+        if collected is not None and (state.mesh.expert_data_rank == 0 if is_expert else is_first):
             tensors |= _beside(model[name], name, collected)
     return tensors
 

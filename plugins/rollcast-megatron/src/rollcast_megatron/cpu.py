@@ -91,6 +91,8 @@ def install() -> None:
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _list_splits
+    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    rotary.get_pos_emb_on_this_cp_rank = _context_part
     # On the CPU the tracked state is the process's own, which megatron-core's tracker warns about.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -158,6 +160,16 @@ def _list_splits(dispatcher: Any, _point: str, tokens_per_expert: torch.Tensor) 
         if isinstance(splits, torch.Tensor):
             setattr(dispatcher, name, splits.tolist())
     return tokens_per_expert
+
+
+def _context_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Return this context-parallel rank's two chunks of position embeddings.
+
+    megatron-core's function selects them with an index in pinned memory, which needs an accelerator.
+    """
+    ranks, rank = cp_group.size(), cp_group.rank()
+    chunks = pos_emb.chunk(2 * ranks, seq_dim)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], seq_dim)
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:

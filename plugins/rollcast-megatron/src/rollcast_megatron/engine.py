@@ -26,8 +26,9 @@ from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
 from rollcast_megatron import checkpoint as checkpoints
-from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
+from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, check_model
 from rollcast_megatron.export import whole_module
+from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
@@ -112,6 +113,7 @@ class MegatronEngine(TorchEngine):
         model_map = find_map(load_hf_config(setup.model))
         with naming_keys(setup.section):
             layers = check_model(model_map, self.config)
+            check_attention(self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
@@ -140,8 +142,8 @@ class MegatronEngine(TorchEngine):
 
         from rollcast_megatron.optimizer import StageOptimizer
 
-        # With one data-parallel rank there is nothing to distribute.
-        distributed = self.config.use_distributed_optimizer and self.mesh.data_size > 1
+        # With a single rank per part of the model there is nothing to distribute.
+        distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
         dtype = DTYPES[self.config.dtype]
@@ -202,10 +204,10 @@ class MegatronEngine(TorchEngine):
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
         check_replay(data, self.tape)
-        plan = plan_batch(data, settings)
+        plan = plan_batch(data, settings, self.config.use_remove_padding, self.mesh.context_size)
         group = self.get_data_parallel_group()
         agreed = agree_on_counts(plan, settings, group, self.device)
-        check_budget(agreed.longest, settings)
+        check_budget(agreed.longest, settings, self.mesh.context_size)
         reference = self._reference_for(settings)
         record = start_record(settings, plan.source, self.tape, self.device)
         work = Pass(
@@ -216,6 +218,7 @@ class MegatronEngine(TorchEngine):
             settings=settings,
             head_chunk=self.config.head_chunk_size,
             device=self.device,
+            layout=self._row_layout(),
             reference=None if reference is None else reference.stage,
             sums=MetricSums(),
             # Ranks that share experts exchange tokens in each micro-batch.
@@ -246,6 +249,7 @@ class MegatronEngine(TorchEngine):
     def _router_groups(self) -> list[Any]:
         """Return the groups along which ranks have other layers, or other positions of the same rows."""
         groups = [self.mesh.pipeline_group] if self.mesh.pipeline_size > 1 else []
+        groups += [self.mesh.context_group] if self.mesh.context_size > 1 else []
         return [*groups, self.mesh.tensor_group] if self.config.sequence_parallel else groups
 
     def _router_metrics(self) -> dict[str, float]:
@@ -254,6 +258,16 @@ class MegatronEngine(TorchEngine):
             return {}
         data = [self.mesh.data_group] if self.mesh.data_size > 1 else []
         return self.tape.load.metrics([*self._router_groups(), *data], f"{self.setup.section}/")
+
+    def _row_layout(self) -> RowLayout:
+        mesh = self.mesh
+        return RowLayout(
+            packs=self.config.use_remove_padding,
+            tensor_ranks=mesh.tensor_size,
+            context_ranks=mesh.context_size,
+            context_rank=mesh.context_rank,
+            context_group=mesh.context_group,
+        )
 
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:
@@ -266,15 +280,10 @@ class MegatronEngine(TorchEngine):
         """Set the reference; see :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
-            CapabilityError: it is not a MegatronEngine on the same mesh, or the model is split into stages.
+            CapabilityError: it is not a MegatronEngine on the same mesh.
         """
         if not isinstance(reference, MegatronEngine) or reference.mesh is not self.mesh:
             raise CapabilityError("the reference of a MegatronEngine must be a MegatronEngine on the same mesh")
-        if self.mesh.pipeline_size > 1:
-            raise CapabilityError(
-                "the megatron engine has a KL penalty over the vocabulary only with pipeline_model_parallel_size=1, "
-                f"not {self.mesh.pipeline_size}: policy and reference would have to share one pipeline"
-            )
         self._reference = reference
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -387,7 +396,7 @@ class MegatronEngine(TorchEngine):
         return self.mesh.data_rank
 
     def get_data_parallel_size(self) -> int:
-        """Return the number of copies of the model."""
+        """Return the number of batch shards: copies of the model, or of context-parallel groups of copies."""
         return self.mesh.data_size
 
     def get_data_parallel_group(self) -> Any:
@@ -395,8 +404,8 @@ class MegatronEngine(TorchEngine):
         return self.mesh.data_group if self.mesh.data_size > 1 else None
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True on one rank of each copy of the model: the first of its last stage."""
-        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
+        """Return True on one of the ranks that share rows: the first of the last stage."""
+        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
 
 
 def _check_adamw(optim: OptimConfig) -> None:

@@ -14,14 +14,14 @@ from rollcast.contracts.algorithm import kl_penalties
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
     from rollcast_megatron.build import Plan
-    from rollcast_megatron.inputs import DecoderInputs, Positions
+    from rollcast_megatron.inputs import Positions
     from rollcast_megatron.module import DecoderModel
 
-__all__ = ["LanguageHead", "ValueHead"]
+__all__ = ["HiddenHead", "LanguageHead", "ValueHead"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,17 @@ class ValueHead:
     positions: Positions
 
     def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
-        return {"values": self.positions.spread(model.values_at(hidden, self.positions))}
+        return self.positions.spread({"values": model.values_at(hidden, self.positions)})
+
+
+@dataclass(frozen=True)
+class HiddenHead:
+    """Head that returns the states before the response tokens, ``hidden`` ``[n, h]``, for another head later."""
+
+    positions: Positions
+
+    def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
+        return {"hidden": model.hidden_at(hidden, self.positions)}
 
 
 @dataclass(frozen=True)
@@ -39,21 +49,22 @@ class LanguageHead:
     """Head that returns ``log_probs`` ``[b, t]``, and the other quantities that the settings request.
 
     Attributes:
-        inputs: inputs of the model.
+        positions: the positions to predict from.
         plan: distribution of the model.
         settings: settings of the batch.
         chunk: maximum number of positions whose logits exist at a time.
-        reference: this stage of the reference model for ``vocabulary_kl``, which has a single stage; None without one.
+        reference: the reference model's rows of the vocabulary head and its states, for ``vocabulary_kl``; None without
+            a reference.
     """
 
-    inputs: DecoderInputs
+    positions: Positions
     plan: Plan
     settings: ForwardSettings
     chunk: int
-    reference: nn.Module | None = None
+    reference: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
-        positions, settings = self.inputs.positions, self.settings
+        positions, settings = self.positions, self.settings
         chosen, weight = model.hidden_at(hidden, positions), model.head_weight()
         vocabulary = VocabularySlice(
             group=self.plan.mesh.tensor_group,
@@ -70,20 +81,16 @@ class LanguageHead:
             given["sum_pi_squared"] = squares
         if settings.vocabulary_kl is not None:
             given["vocabulary_kl"] = self._vocabulary_kl(settings.vocabulary_kl, chosen, weight)
-        return {name: positions.spread(values) for name, values in given.items()}
+        return positions.spread(given)
 
     def _vocabulary_kl(self, name: str, chosen: Tensor, weight: Tensor) -> Tensor:
         if self.reference is None:
             raise RuntimeError("vocabulary_kl needs a reference, and none is set")
         logits = self._logits(chosen, weight)
         with torch.no_grad():
-            theirs = self.reference(
-                self.inputs.input_ids, self.inputs.position_ids, None, labels=self._reference_logits
-            )["logits"]
-        return kl_penalties.get(name, "actor.kl_loss_type")(logits, theirs)
-
-    def _reference_logits(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
-        return {"logits": self._logits(model.hidden_at(hidden, self.inputs.positions), model.head_weight())}
+            their_weight, theirs = self.reference
+            their_logits = self._logits(theirs.to(their_weight.device), their_weight)
+        return kl_penalties.get(name, "actor.kl_loss_type")(logits, their_logits)
 
     def _logits(self, chosen: Tensor, weight: Tensor) -> Tensor:
         """Return logits over the whole vocabulary, float32 ``[n, V]``, on every tensor-parallel rank."""

@@ -23,7 +23,7 @@ __all__ = ["Mesh", "join_mesh"]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """This rank's tensor-, pipeline- and data-parallel ranks, and its process group along each dimension.
+    """This rank's tensor-, context-, pipeline- and data-parallel ranks, and its process group along each dimension.
 
     Expert-parallel ranks are consecutive data-parallel ranks that share the experts of one copy of the model. Ranks of
     ``expert_data_rank`` 0 hold the first copy.
@@ -33,23 +33,21 @@ class Mesh:
 
     world_size: int
     tensor_size: int
+    context_size: int
     pipeline_size: int
     data_size: int
     tensor_rank: int
+    context_rank: int
     pipeline_rank: int
     data_rank: int
     tensor_group: Any
+    context_group: Any
     pipeline_group: Any
     data_group: Any
     expert_size: int = 1
     expert_rank: int = 0
     expert_data_rank: int = 0
     expert_group: Any = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Tensor-, pipeline- and expert-parallel sizes."""
-        return self.tensor_size, self.pipeline_size, self.expert_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -60,6 +58,11 @@ class Mesh:
     def is_last_stage(self) -> bool:
         """True if this stage holds the head."""
         return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Tensor-, context-, pipeline- and expert-parallel size."""
+        return self.tensor_size, self.context_size, self.pipeline_size, self.expert_size
 
     def stage_rank(self, stage: int) -> int:
         """Return the global rank of a stage in this rank's pipeline."""
@@ -94,18 +97,17 @@ def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, se
 
     cpu.install()
     join_process_group(context)
-    sizes = (
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.expert_model_parallel_size,
-    )
+    sizes = config.mesh_sizes
     current, same_world = _current.mesh, _current.world is dist.group.WORLD
     if current is not None and same_world and current.sizes == sizes:
         _current.engines.add(engine)
         return current
     if current is not None:
         _leave(current, sizes, same_world)
-    parallel_state.initialize_model_parallel(sizes[0], sizes[1], expert_model_parallel_size=sizes[2])
+    tensor, context_size, pipeline, expert = sizes
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, context_parallel_size=context_size, expert_model_parallel_size=expert
+    )
     mesh = _read_mesh()
     _seed_layers(seed, mesh)
     _current.mesh, _current.world = mesh, dist.group.WORLD
@@ -113,16 +115,17 @@ def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, se
     return mesh
 
 
-def _leave(mesh: Mesh, sizes: tuple[int, int, int], same_world: bool) -> None:
+def _leave(mesh: Mesh, sizes: tuple[int, int, int, int], same_world: bool) -> None:
     from megatron.core import parallel_state
 
     gc.collect()
     if same_world and len(_current.engines):
         raise ConfigError(
-            f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.pipeline_size} "
-            f"(pipeline) x {mesh.expert_size} (expert) ways, and all megatron engines of a process must be split "
-            f"alike; tensor_model_parallel_size={sizes[0]}, pipeline_model_parallel_size={sizes[1]} and "
-            f"expert_model_parallel_size={sizes[2]} were requested"
+            f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.context_size} "
+            f"(context) x {mesh.pipeline_size} (pipeline) x {mesh.expert_size} (expert) ways, and all megatron engines "
+            f"of a process must be split alike; tensor_model_parallel_size={sizes[0]}, "
+            f"context_parallel_size={sizes[1]}, pipeline_model_parallel_size={sizes[2]} and "
+            f"expert_model_parallel_size={sizes[3]} were requested"
         )
     _current.engines.clear()
     parallel_state.destroy_model_parallel()
@@ -132,7 +135,8 @@ def _seed_layers(seed: int, mesh: Mesh) -> None:
     from megatron.core import tensor_parallel
 
     # Tensor-parallel ranks share a seed; megatron-core varies it where they must differ.
-    own = seed * 1_000_003 + mesh.data_rank * mesh.pipeline_size + mesh.pipeline_rank
+    part = (mesh.data_rank * mesh.context_size + mesh.context_rank) * mesh.pipeline_size + mesh.pipeline_rank
+    own = seed * 1_000_003 + part
     # Without an accelerator the seeding below would also seed the process's own random numbers.
     with torch.random.fork_rng(devices=[]):
         tensor_parallel.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
@@ -144,12 +148,15 @@ def _read_mesh() -> Mesh:
     return Mesh(
         world_size=dist.get_world_size(),
         tensor_size=state.get_tensor_model_parallel_world_size(),
+        context_size=state.get_context_parallel_world_size(),
         pipeline_size=state.get_pipeline_model_parallel_world_size(),
         data_size=state.get_data_parallel_world_size(),
         tensor_rank=state.get_tensor_model_parallel_rank(),
+        context_rank=state.get_context_parallel_rank(),
         pipeline_rank=state.get_pipeline_model_parallel_rank(),
         data_rank=state.get_data_parallel_rank(),
         tensor_group=state.get_tensor_model_parallel_group(),
+        context_group=state.get_context_parallel_group(),
         pipeline_group=state.get_pipeline_model_parallel_group(),
         data_group=state.get_data_parallel_group(),
         expert_size=state.get_expert_model_parallel_world_size(),

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from rollcast_megatron.inputs import Positions
+from rollcast_megatron.inputs import PackedRows, Positions
 from rollcast_megatron.router import TapeRouter
 
 if TYPE_CHECKING:
@@ -58,28 +58,87 @@ class RmsNorm(nn.RMSNorm):
 class CausalAttention(nn.Module):
     """Causal attention by PyTorch's ``scaled_dot_product_attention``, which keeps no score matrix.
 
-    Rows start at position 0 and are padded at the end, so no token attends to padding and no mask is needed.
+    Rows start at position 0 and are padded at the end, so no token attends to padding and no padding mask is needed.
+    Packed rows are attended one after the other. Context-parallel ranks gather the keys and values of all of them;
+    see :class:`~rollcast_megatron.inputs.RowLayout` for the chunks that each has.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_unused: Any) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
+        self.context_group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_unused: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedRows | None = None,
+        **_unused: Any,
     ) -> Tensor:
-        """Compute ``[s, b, heads * d]`` from ``[s, b, heads, d]``; keys and values may have fewer heads."""
+        """Compute ``[s, b, heads * d]`` from ``[s, b, heads, d]``, or from ``[s, heads, d]`` of packed rows.
+
+        Keys and values may have fewer heads.
+        """
+        if packed_seq_params is not None:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        ranks = self.context_group.size()
+        lengths = (len(query),) if packed_seq_params is None else [n // ranks for n in packed_seq_params.lengths]
+        if ranks > 1:
+            key, value = self._gather(key, value)
+        mixed, start = [], 0
+        for length in lengths:
+            own = slice(start, start + length)
+            if ranks == 1:
+                mixed.append(self._attend(query[own], key[own], value[own]))
+            else:
+                mixed += self._attend_chunks(query[own], key[:, own], value[:, own])
+            start += length
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(2)
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Return keys and values of all context-parallel ranks, ``[ranks, s, b, heads, d]``, in one collective.
+
+        Each rank has its own queries, so the gradients of a key and its value are summed over the ranks.
+        """
+        both = torch.cat([key, value], 2)
+        whole = gather_from_sequence_parallel_region(both, group=self.context_group)
+        return whole.view(-1, *both.shape).chunk(2, 3)  # type: ignore[no-any-return]
+
+    def _attend_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the attention of this rank's two chunks of a row, each over the row up to its end."""
+        ranks, rank, size = self.context_group.size(), self.context_group.rank(), len(query) // 2
+        key, value = _in_order(key), _in_order(value)
+        mixed = []
+        for chunk, own in ((rank, query[:size]), (2 * ranks - 1 - rank, query[size:])):
+            seen = (chunk + 1) * size
+            mixed.append(self._attend(own, key[:seen], value[:seen]))
+        return mixed
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of queries, the last of which sees all keys, ``[s, b, heads, d]``."""
         dropout = self.dropout if self.training else 0.0
+        mask, ahead = None, len(key) - len(query)
+        if ahead:
+            mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(ahead)
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             mixed = nn.functional.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
+                attn_mask=mask,
                 dropout_p=dropout,
-                is_causal=True,
+                is_causal=mask is None,
                 enable_gqa=query.size(2) != key.size(2),
             )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        return mixed.permute(2, 0, 1, 3)
+
+
+def _in_order(gathered: Tensor) -> Tensor:
+    """Return a row whose chunks were gathered by rank, ``[ranks, s, ...]``, in the order of its positions."""
+    early, late = gathered.chunk(2, 1)
+    return torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)])
 
 
 def has_transformer_engine() -> bool:
@@ -179,7 +238,7 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
-        return hidden[positions.places, positions.rows]
+        return hidden.flatten(0, 1)[positions.places]
 
     def values_at(self, hidden: Tensor, positions: Positions) -> Tensor:
         """Return values ``[n]`` of chosen positions, float32."""
@@ -188,5 +247,5 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        values: Tensor = self.score(hidden[positions.places, positions.rows])
+        values: Tensor = self.score(hidden.flatten(0, 1)[positions.places])
         return values.squeeze(-1).float()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rollcast_engine.batching import MicroBatch
     from rollcast_engine.routing import RoutedTokens
     from rollcast_megatron.build import Plan
+    from rollcast_megatron.inputs import DecoderInputs
+    from rollcast_megatron.layout import Mesh
 
 __all__ = ["TapeRouter", "attach_tape", "stage_tokens"]
 
@@ -59,7 +61,7 @@ def attach_tape(stage: nn.Module, plan: Plan, coefficient: float, is_sequence_pa
         top_k=mixture.top_k,
         normalize=mixture.normalize,
         coefficient=coefficient,
-        group=mesh.tensor_group if is_sequence_parallel else None,
+        group=_shared_group(mesh, is_sequence_parallel),
         keeps=mesh.pipeline_size > 1,
     )
     for module in stage.modules():
@@ -69,25 +71,33 @@ def attach_tape(stage: nn.Module, plan: Plan, coefficient: float, is_sequence_pa
     return tape
 
 
+def _shared_group(mesh: Mesh, is_sequence_parallel: bool) -> Any:
+    """Return the process group of the ranks that have other positions of the same rows; None if there are none."""
+    if mesh.context_size == 1:
+        return mesh.tensor_group if is_sequence_parallel else None
+    if not is_sequence_parallel:
+        return mesh.context_group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_and_context_parallel_group()
+
+
 def stage_tokens(
-    micro: MicroBatch, input_ids: Tensor, plan: Plan, is_sequence_parallel: bool, sequences: float
+    micro: MicroBatch, inputs: DecoderInputs, plan: Plan, is_sequence_parallel: bool, sequences: float
 ) -> RoutedTokens:
     """Return the tokens of a micro-batch as a layer of this rank sees them: ``[s, b]``, a part of ``s`` if shared.
 
     Args:
         micro: the micro-batch.
-        input_ids: the decoder's input ``[b, s]``, in which each row starts at position 0.
+        inputs: the decoder's inputs.
         plan: distribution of the model.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
         sequences: rows of the mini-batch with a trained token.
     """
-    count, width = input_ids.shape
-    device = input_ids.device
-    places = torch.arange(width, device=device).unsqueeze(1).expand(width, count)
-    rows = torch.arange(count, device=device).expand(width, count)
+    rows, places = inputs.rows.t(), inputs.position_ids.t()
     present = (micro.model_inputs["attention_mask"] > 0).sum(1)
-    places = places.where(places < present, -1)
+    places = places.where((rows >= 0) & (places < present[rows]), -1)
     if is_sequence_parallel:
-        size, rank = width // plan.mesh.tensor_size, plan.mesh.tensor_rank
-        places, rows = (each[rank * size : (rank + 1) * size] for each in (places, rows))
-    return routed_tokens(micro, rows.reshape(-1), places.reshape(-1), sequences)
+        size, rank = len(rows) // plan.mesh.tensor_size, plan.mesh.tensor_rank
+        rows, places = (each[rank * size : (rank + 1) * size] for each in (rows, places))
+    return routed_tokens(micro, rows.clamp(min=0).reshape(-1), places.reshape(-1), sequences)

@@ -25,15 +25,17 @@ class MegatronConfig:
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage, which also has the head; null for as many as the stages between."""
     context_parallel_size: Positive = 1
-    """Must be 1: attention needs whole rows."""
+    """Ranks that split the tokens of each row; attention gathers the keys and values of all of them."""
     expert_model_parallel_size: Positive = 1
-    """Data-parallel ranks over which the experts of a layer are split; 1 to hold all of them on each. Experts are also
-    split over the tensor-parallel ranks.
+    """Data- and context-parallel ranks over which the experts of a layer are split; 1 to hold all of them on each.
+    Experts are also split over the tensor-parallel ranks.
     """
     sequence_parallel: bool = False
     """Split activations along the sequence where tensor parallelism does not split them; exact, and saves memory."""
+    use_remove_padding: bool = False
+    """Pack a micro-batch's rows into one sequence without padding."""
     use_distributed_optimizer: bool = True
-    """Distribute the optimizer's state over the data-parallel ranks."""
+    """Distribute the optimizer's state over the data-parallel (and context-parallel) ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights; with `bfloat16`, gradients are summed and the optimizer computes in float32."""
     param_offload: bool = False
@@ -56,9 +58,17 @@ class MegatronConfig:
     """
 
     @property
-    def model_parallel_size(self) -> int:
-        """Number of ranks that share one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+    def mesh_sizes(self) -> tuple[int, int, int, int]:
+        """Tensor-, context-, pipeline- and expert-parallel size.
+
+        The product of the first three is the number of ranks that share rows.
+        """
+        return (
+            self.tensor_model_parallel_size,
+            self.context_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+        )
 
     def check(self, world_size: int, path: str = "actor.engine") -> None:
         """Check that the mesh fits the group, and that the keys fit each other.
@@ -96,31 +106,30 @@ class MegatronConfig:
         return (*((first,) if first else ()), *middle, *((last,) if last else ()))
 
     def _check_sizes(self, world_size: int, path: str) -> None:
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        for key, why in (
-            ("context_parallel_size", "attention needs whole rows; sequence_parallel saves activations instead"),
-        ):
-            if getattr(self, key) != 1:
-                raise ConfigError(f"{path}.{key} is {getattr(self, key)}, and only 1 is supported: {why}")
-        if world_size % (tensor * pipeline):
+        tensor, context, pipeline, experts = self.mesh_sizes
+        if world_size % (tensor * context * pipeline):
+            shared = f", {path}.context_parallel_size={context}" if context > 1 else ""
+            ranks = world_size // context if world_size % context == 0 else world_size
             fitting = [
                 f"{first}x{second}"
-                for first in range(1, world_size + 1)
-                for second in range(1, world_size // first + 1)
-                if world_size % (first * second) == 0
+                for first in range(1, ranks + 1)
+                for second in range(1, ranks // first + 1)
+                if ranks % (first * second) == 0
             ]
+            fits = f" {ranks} ranks" if context > 1 else ""
             raise ConfigError(
-                f"{path}.tensor_model_parallel_size={tensor} and {path}.pipeline_model_parallel_size={pipeline} need a "
-                f"multiple of {tensor * pipeline} ranks, but the group has {world_size}; "
-                f"tensor x pipeline sizes that fit: {', '.join(fitting)}"
+                f"{path}.tensor_model_parallel_size={tensor}{shared} and "
+                f"{path}.pipeline_model_parallel_size={pipeline} need a multiple of {tensor * context * pipeline} "
+                f"ranks, but the group has {world_size}; tensor x pipeline sizes that fit{fits}: {', '.join(fitting)}"
             )
-
-        copies, experts = world_size // (tensor * pipeline), self.expert_model_parallel_size
-        if copies % experts:
-            sizes = ", ".join(str(size) for size in range(1, copies + 1) if copies % size == 0)
+        # Experts are also split over context-parallel ranks: what they compute does not depend on other positions.
+        ranks = world_size // (tensor * pipeline)
+        if ranks % experts:
+            sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
             raise ConfigError(
-                f"{path}.expert_model_parallel_size is {experts}, which does not divide the {copies} data-parallel "
-                f"ranks ({world_size} ranks / tensor {tensor} / pipeline {pipeline}); sizes that fit: {sizes}"
+                f"{path}.expert_model_parallel_size is {experts}, which does not divide the {ranks} data- and "
+                f"context-parallel ranks ({world_size} ranks / tensor {tensor} / pipeline {pipeline}); sizes that fit: "
+                f"{sizes}"
             )
 
     def _check_recompute(self, path: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 from rollcast_engine.batching import dummy_micro_batch
 from rollcast_engine.loss import loss_share
-from rollcast_megatron.heads import LanguageHead, ValueHead
-from rollcast_megatron.inputs import decoder_inputs
+from rollcast_megatron.heads import HiddenHead, LanguageHead, ValueHead
+from rollcast_megatron.inputs import RowLayout, decoder_inputs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollcast_engine.routing import RouterTape, RoutingRecord
     from rollcast_megatron.build import Plan
     from rollcast_megatron.inputs import DecoderInputs
+    from rollcast_megatron.module import DecoderModel, Head
 
 __all__ = ["Pass", "run_pass"]
 
@@ -43,7 +45,8 @@ class Pass:
         settings: settings of the batch.
         head_chunk: maximum number of positions whose logits exist at a time.
         device: device of the model.
-        reference: stage of the reference model for ``vocabulary_kl``; None without one.
+        layout: division of a micro-batch's tokens among the ranks that share its rows.
+        reference: this stage of the reference model for ``vocabulary_kl``; None without one.
         sums: accumulator of the metrics, on the last stage.
         tape: routers of the stage; None if the model has no experts.
         record: record of their choices; None if it is not requested.
@@ -58,7 +61,8 @@ class Pass:
     settings: ForwardSettings
     head_chunk: int
     device: torch.device
-    reference: nn.Module | None
+    layout: RowLayout
+    reference: DecoderModel | None
     sums: MetricSums
     tape: RouterTape | None
     record: RoutingRecord | None
@@ -78,21 +82,27 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
     Returns:
         The named quantities as outputs of ``work.plan.source``, in host memory, on every stage.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     outputs = work.plan.source.empty_outputs(names)
-    # A rank without rows still takes part in the gradient reduction of its data-parallel group.
-    count = max(work.micro_batches, 1)
-    schedule: Any = get_forward_backward_func()
-    schedule(
-        forward_step_func=lambda micros, model: _forward(micros, model, work, outputs),
-        data_iterator=(work.micro_batch(index) for index in range(count)),
-        model=[runner],
-        num_microbatches=count,
-        seq_length=1,  # micro-batches exchange their shapes
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    theirs = _reference_states(work)
+
+    def finish(_: int, micro: MicroBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        for name, target in outputs.items():
+            if not micro.is_dummy:
+                micro.scatter(given[name], target)
+        nothing = torch.zeros((), dtype=torch.int)
+        if work.loss_function is None:
+            return nothing, nothing, None
+        return loss_share(given, micro, work.denominators, work.loss_function, work.sums), nothing, None
+
+    def head(index: int, inputs: DecoderInputs) -> Head:
+        if work.model_plan.is_value_model:
+            return ValueHead(inputs.positions)
+        reference = None
+        if work.reference is not None and index in theirs:
+            reference = work.reference.head_weight(), theirs.pop(index)
+        return LanguageHead(inputs.positions, work.model_plan, work.settings, work.head_chunk, reference)
+
+    _run_schedule(runner, work, head, finish, forward_only, work.tape)
     mesh = work.model_plan.mesh
     if mesh.pipeline_size > 1:
         for name in names:
@@ -102,42 +112,81 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
     return outputs
 
 
-def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict[str, Tensor]) -> tuple[Any, Any]:
-    """Run one stage's forward of the next micro-batch; return its output and the function that computes the loss."""
-    micro = next(micros)
-    inputs = decoder_inputs(micro, _width_multiple(work))
-    head: LanguageHead | ValueHead
-    if work.model_plan.is_value_model:
-        head = ValueHead(inputs.positions)
-    else:
-        head = LanguageHead(inputs, work.model_plan, work.settings, work.head_chunk, work.reference)
-    with _routing(work, micro, inputs):
-        output = model(inputs.input_ids, inputs.position_ids, None, labels=head)
-        if work.tape is not None and work.record is not None:
-            work.tape.record(micro, work.record)
+def _reference_states(work: Pass) -> dict[int, Tensor]:
+    """Return the reference's states before the response tokens, ``[n, h]``, by micro-batch; empty without a reference.
 
-    def finish(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-        for name, target in outputs.items():
-            if not micro.is_dummy:
-                micro.scatter(given[name], target)
+    The reference's stages run before the policy's, because two models cannot share one run of the pipeline. The states
+    are kept in host memory, and only on the last stage.
+    """
+    states: dict[int, Tensor] = {}
+    if work.reference is None:
+        return states
+
+    def finish(index: int, _: MicroBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        states[index] = given["hidden"].cpu()
         nothing = torch.zeros((), dtype=torch.int)
-        if work.loss_function is None:
-            return nothing, nothing, None
-        return loss_share(given, micro, work.denominators, work.loss_function, work.sums), nothing, None
+        return nothing, nothing, None
 
-    return output, finish
+    with torch.no_grad():
+        _run_schedule(work.reference, work, lambda _, inputs: HiddenHead(inputs.positions), finish, True)
+    return states
 
 
-def _routing(work: Pass, micro: MicroBatch, inputs: DecoderInputs) -> AbstractContextManager[None]:
-    if work.tape is None:
+def _run_schedule(
+    runner: nn.Module,
+    work: Pass,
+    head: Callable[[int, DecoderInputs], Head],
+    finish: Callable[[int, MicroBatch, dict[str, Tensor]], tuple[Tensor, Tensor, None]],
+    forward_only: bool,
+    tape: RouterTape | None = None,
+) -> None:
+    """Run the micro-batches through all stages of a model by megatron-core's schedule.
+
+    Args:
+        runner: this rank's stage.
+        work: the pass.
+        head: returns the head for a micro-batch by its index and inputs.
+        finish: receives index, micro-batch and the head's quantities on the last stage; returns the loss.
+        forward_only: True to skip the backward pass.
+        tape: the stage's routers, if they follow the pass; a reference's choose by themselves.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward(micros: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Any, Any]:
+        index, micro = next(micros)
+        inputs = decoder_inputs(micro, work.layout)
+        with _routing(tape, work, micro, inputs):
+            output = model(
+                inputs.input_ids,
+                inputs.position_ids,
+                None,
+                labels=head(index, inputs),
+                packed_seq_params=inputs.packed,
+            )
+            if tape is not None and work.record is not None:
+                tape.record(micro, work.record)
+        return output, partial(finish, index, micro)
+
+    # A rank without rows still takes part in the gradient reduction of its data-parallel group.
+    count = max(work.micro_batches, 1)
+    schedule: Any = get_forward_backward_func()
+    schedule(
+        forward_step_func=forward,
+        data_iterator=((index, work.micro_batch(index)) for index in range(count)),
+        model=[runner],
+        num_microbatches=count,
+        seq_length=1,  # micro-batches exchange their shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _routing(
+    tape: RouterTape | None, work: Pass, micro: MicroBatch, inputs: DecoderInputs
+) -> AbstractContextManager[None]:
+    if tape is None:
         return nullcontext()
     from rollcast_megatron.router import stage_tokens
 
-    shared, sequences = work.is_sequence_parallel, work.denominators.sequences
-    tokens = stage_tokens(micro, inputs.input_ids, work.model_plan, shared, sequences)
-    return work.tape.forward(tokens, 1.0 if torch.is_grad_enabled() else None)
-
-
-def _width_multiple(work: Pass) -> int:
-    """Return the multiple for row widths: under sequence parallelism, tensor-parallel ranks share positions evenly."""
-    return work.model_plan.mesh.tensor_size
+    tokens = stage_tokens(micro, inputs, work.model_plan, work.is_sequence_parallel, work.denominators.sequences)
+    return tape.forward(tokens, 1.0 if torch.is_grad_enabled() else None)

@@ -36,10 +36,12 @@ def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
     """
     task, sizes = trainer.task, ParallelSizes.read(trainer.task.engine)
     engine = task.engine.name
+    # Context parallelism splits positions, Ulysses heads.
+    ulysses = getattr(task.engine, "ulysses_sequence_parallel_size", 1)
     for key, value, number, what in (
         ("actor.engine.tensor_model_parallel_size", sizes.tensor, size.heads, "attention heads"),
         ("actor.engine.pipeline_model_parallel_size", sizes.pipeline, size.layers, "layers"),
-        ("actor.engine.ulysses_sequence_parallel_size", sizes.context, size.heads, "attention heads"),
+        ("actor.engine.ulysses_sequence_parallel_size", ulysses, size.heads, "attention heads"),
         ("rollout.tensor_model_parallel_size", task.rollout.tensor_model_parallel_size, size.heads, "attention heads"),
     ):
         if number % value:
