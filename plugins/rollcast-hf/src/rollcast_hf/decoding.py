@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rollcast.contracts.rollout import SamplingParams
 from rollcast_hf.sampling import TokenSampler
 from rollcast_serving.stops import StopMatcher
+from rollcast_vision.model_inputs import ImageInputs
 
 __all__ = ["DecodeRow", "DecodedRow", "Decoding"]
 
@@ -26,12 +27,13 @@ Reason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence to generate: the prompt (int32 ids), its sampling parameters, and its stops."""
+    """One sequence to generate: the prompt (int32 ids), its sampling parameters, its stops, and its images, encoded."""
 
     prompt: array[int]
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     matcher: Callable[[], StopMatcher | None] = lambda: None
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,31 @@ class Decoding:
         device: device of the module.
         vocab_size: ``V`` of the module's logits.
         streams: random streams of the rows, int64 ``[B]`` on ``device``.
+        images: image processor of the model; None if no row has images.
     """
 
-    def __init__(self, rows: Sequence[DecodeRow], device: torch.device, vocab_size: int, streams: Tensor) -> None:
+    def __init__(
+        self,
+        rows: Sequence[DecodeRow],
+        device: torch.device,
+        vocab_size: int,
+        streams: Tensor,
+        images: ImageInputs | None = None,
+    ) -> None:
         self._device = device
-        ids, mask, source = _pad_prompts(rows, device)
+        prompts = _pad_prompts(rows, device)
+        ids, mask, source = prompts.ids, prompts.mask, prompts.source
+        self._images = images if any(prompts.images) else None
+        self._seen = prompts.images
+        #: Number by which the positions of new tokens differ from the number of tokens before them, int64 ``[U]``.
+        self._shifts = torch.zeros(len(ids), dtype=torch.int64, device=device)
         self._source = source
         self._next_ids = ids
         self._prompt_width = ids.shape[1]
         limits = [row.sampling.max_tokens for row in rows]
         limit, count = max(limits), len(rows)
         # Without padding the model derives the same mask and positions itself, and faster.
-        padded = not bool(mask.all())
+        padded = self._images is not None or not bool(mask.all())
         self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
         self._lengths = mask.sum(-1)
         self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, streams, [row.prompt for row in rows])
@@ -181,23 +196,39 @@ class Decoding:
         accepted = inspect.signature(module.forward).parameters
         self._takes = {name: name in accepted for name in ("position_ids", "logits_to_keep")}
         positions = None if self._mask is None else self._mask[:, : self._prompt_width].cumsum(-1).sub_(1).clamp_(min=0)
-        logits = self._call(module, positions)
+        logits = self._call(module, positions) if self._images is None else self._see(module, self._images)
         if len(self._source) != len(logits):
             self._cache.reorder_cache(self._source)
             self._keep_context(self._source)
             logits = logits[self._source]
         return logits
 
+    def _see(self, module: nn.Module, images: ImageInputs) -> Tensor:
+        """Return the logits after prompts of which some have images."""
+        mask = self._mask[:, : self._prompt_width].cpu() if self._mask is not None else None
+        if mask is None:
+            raise TypeError("prompts with images need a mask")
+        positions = images.positions(self._next_ids.cpu(), mask, self._seen)
+        self._shifts = (positions.amax((0, 2)) + 1 - mask.sum(-1)).to(self._device)
+        pixels, grids = images.pixels(image for row in self._seen for image in row)
+        given = {"pixel_values": pixels.to(self._device), "image_grid_thw": grids.to(self._device)}
+        return self._call(module, positions.to(self._device), given)
+
     def _forward(self, module: nn.Module) -> Tensor:
         """Return logits ``[b, V]`` after the newest token of the active rows."""
         positions = None
         if self._mask is not None:
             # A finished row stays in the batch for a while: its position must not exceed the model's limit.
-            positions = (self._lengths + torch.minimum(self._limits, self._limits.new_tensor(self._step)) - 1)[:, None]
+            new = torch.minimum(self._limits, self._limits.new_tensor(self._step))
+            positions = (self._lengths + self._shifts + new - 1)[:, None]
+        if self._images is not None:
+            # A sampled placeholder has no image; the engine reads it in the same way.
+            self._next_ids = self._images.neutralize(self._next_ids)
         return self._call(module, positions)
 
-    def _call(self, module: nn.Module, positions: Tensor | None) -> Tensor:
+    def _call(self, module: nn.Module, positions: Tensor | None, seen: Mapping[str, Tensor] | None = None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": self._next_ids, "past_key_values": self._cache, "use_cache": True}
+        inputs.update(seen or {})
         if self._mask is not None:
             inputs["attention_mask"] = self._mask[:, : self._prompt_width + self._step]
             if self._takes["position_ids"]:
@@ -221,25 +252,34 @@ class Decoding:
         self._ends, self._done = self._ends[keep], self._done[keep]
 
     def _keep_context(self, rows: Tensor) -> None:
-        self._lengths = self._lengths[rows]
+        self._lengths, self._shifts = self._lengths[rows], self._shifts[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]
 
 
-def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return distinct prompts and their mask, int64 ``[U, P]`` left-padded, and each row's prompt index, int64
-    ``[B]``.
-    """
-    numbers: dict[bytes, int] = {}
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Distinct prompts and their mask, int64 ``[U, P]`` left-padded, their images, and each row's prompt, ``[B]``."""
+
+    ids: Tensor
+    mask: Tensor
+    source: Tensor
+    images: list[tuple[bytes, ...]]
+
+
+def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> _Prompts:
+    numbers: dict[tuple[bytes, ...], int] = {}
+    images: list[tuple[bytes, ...]] = []
     known: dict[int, int] = {}
     distinct: list[array[int]] = []
     source: list[int] = []
     for row in rows:
         number = known.get(id(row))
         if number is None:
-            number = known[id(row)] = numbers.setdefault(row.prompt.tobytes(), len(numbers))
+            number = known[id(row)] = numbers.setdefault((row.prompt.tobytes(), *row.images), len(numbers))
             if number == len(distinct):
                 distinct.append(row.prompt)
+                images.append(row.images)
         source.append(number)
     flat: array[int] = array("i")
     for prompt in distinct:
@@ -249,7 +289,7 @@ def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tenso
     mask = torch.arange(width) >= width - lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)  # ids under a zero mask are never read
     ids[mask] = torch.frombuffer(flat, dtype=torch.int32).long()
-    return ids.to(device), mask.long().to(device), torch.tensor(source, device=device)
+    return _Prompts(ids.to(device), mask.long().to(device), torch.tensor(source, device=device), images)
 
 
 def _pad_stops(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:
