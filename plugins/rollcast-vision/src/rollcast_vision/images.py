@@ -58,9 +58,10 @@ def decode_image(data: bytes, where: str = "an image") -> Image:
         ConfigError: Pillow is not installed.
     """
     try:
-        return _pillow().open(io.BytesIO(data)).convert("RGB")
+        image: Image = _pillow().open(io.BytesIO(data)).convert("RGB")
     except OSError as error:
         raise DataError(f"{where}: {len(data)} bytes are no image that Pillow can read: {error}") from error
+    return image
 
 
 def _read_text(value: str, where: str, folder: Path) -> bytes:
