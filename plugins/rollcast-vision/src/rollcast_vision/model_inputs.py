@@ -85,7 +85,9 @@ class ImageInputs:
                 "supported for models of the Qwen2-VL, Qwen2.5-VL and Qwen3-VL kind"
             )
         try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+            # Any: some of transformers' methods are typed, others are not.
+            auto: Any = AutoImageProcessor
+            self._processor: Any = auto.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"model.path: the image processor of {path} does not load: {error}") from error
         self.image_token_id = int(config.image_token_id)
