@@ -154,7 +154,7 @@ def test_an_answer_stays_under_its_own_name(write_rows: Write, tokenizer: PreTra
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"message 0 of the prompt has a part of type 'image'",
+            r"prompt has more images than the 0 of images \(data\.image_key\)",
         ),
     ],
 )

@@ -173,10 +173,12 @@ def test_no_outputs(data: Any) -> None:
 
 
 def test_multi_modal_data_is_refused_by_name() -> None:
-    request = RolloutRequest("r7", [1], SamplingParams(), multi_modal_data={"image": [b""], "audio": [b""]})
+    request = RolloutRequest(
+        "r7", [1], SamplingParams(), multi_modal_data={"image": [b""], "audio": [b""], "video": [b""]}
+    )
     _, refused = wire.encode_requests({"a": request})
     assert isinstance(refused["a"], errors.CapabilityError)
-    assert "request 'r7' carries multi_modal_data (audio, image)" in str(refused["a"])
+    assert "request 'r7' carries multi_modal_data (audio, video)" in str(refused["a"])
 
 
 def test_a_group_s_prompt_travels_once_with_all_seeds() -> None:

@@ -512,7 +512,7 @@ def _critic() -> list[Rule]:
 
 def _data() -> list[Rule]:
     same = (
-        *("prompt_key", "max_prompt_length", "max_response_length", "train_batch_size"),
+        *("prompt_key", "image_key", "max_prompt_length", "max_response_length", "train_batch_size"),
         *("val_batch_size", "val_max_samples", "shuffle", "filter_overlong_prompts", "truncation"),
     )
     return [
@@ -540,8 +540,7 @@ def _data() -> list[Rule]:
         *_none("validation keeps the order of the file", "data.validation_shuffle"),
         *_none("prompts are filtered while they are read", "data.filter_overlong_prompts_workers"),
         *_none(
-            "models of text only",
-            "data.image_key",
+            "images are the only other modality, with the folder's processor",
             "data.video_key",
             "data.audio_key",
             "data.image_patch_size",

@@ -7,6 +7,10 @@ has ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]`` (pr
 right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``.
 ``rollcast_engine.batching.plan_batch`` handles both kinds.
 
+Either kind may have the object column ``multi_modal_data`` with the images of each row, as in
+:class:`rollcast.contracts.rollout.RolloutRequest`, or None. The engine makes ``pixel_values``, ``image_grid_thw`` and
+positions on three axes from it, for the rows of each micro-batch; an engine that does not must refuse the column.
+
 Micro-batching, packing and gradient accumulation happen inside the engine. A loss function sees per-token quantities
 but never logits, so it runs unchanged on tensor- and pipeline-parallel engines. It divides by counts over the whole
 mini-batch, so that the gradient does not depend on the split into micro-batches. Example::

@@ -160,8 +160,10 @@ class RolloutRequest:
         sampling: sampling parameters.
         seed: seed of the request's random numbers, 0 to ``2**63 - 1``; None for the rollout's own stream. With
             ``capabilities.seeds`` the tokens depend only on prompt, sampling, weights and seed, up to rounding.
-        multi_modal_data: inputs in addition to the tokens, by modality, such as ``{"image": [...]}`` (verl's name);
-            only for rollouts with ``capabilities.multi_modal``.
+        multi_modal_data: inputs in addition to the tokens, by modality (verl's name); only for rollouts with
+            ``capabilities.multi_modal``. Under ``image`` a tuple of the prompt's images in the order of their
+            placeholders, each as the bytes of an image file. ``prompt_ids`` has a placeholder for each token of an
+            image. The requests of one prompt share one object.
     """
 
     request_id: str

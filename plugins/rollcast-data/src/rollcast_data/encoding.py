@@ -17,10 +17,20 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import Jagged
 from rollcast_data.files import Row
+from rollcast_data.images import MARK, expand_images, has_images, split_images
 from rollcast_data.messages import ChatOptions, describe, read_chat_options, read_messages
 from rollcast_data.schemas import DataConfig
 
-__all__ = ["Ids", "encode_prompts", "encode_texts", "fit_prompts", "join_ids", "raw_prompt"]
+__all__ = [
+    "Ids",
+    "encode_prompts",
+    "encode_texts",
+    "fit_prompts",
+    "image_columns",
+    "join_ids",
+    "raw_prompt",
+    "read_images",
+]
 
 _log = logging.getLogger("rollcast.data")
 
@@ -41,6 +51,8 @@ _LocatedT = TypeVar("_LocatedT", bound=_Located)
 def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
     """Return the prompt of a row: its string, or its messages as :func:`read_messages` returns them.
 
+    An image is the mark ``<image>`` in the text of its message.
+
     Raises:
         DataError: there is no prompt column, or the prompt is neither a string nor a list of messages with a role
             and a content.
@@ -53,11 +65,17 @@ def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
             f"{row.location}: {config.prompt_key}, the prompt, is a string or a list of messages, this is "
             f"{describe(value)}"
         )
+    if has_images(row, config):
+        messages, _ = split_images(row, config)
+        texts = ["".join(part.get("text", MARK) for part in message["content"]) for message in messages]
+        value = [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
     return read_messages(row, value, f"the {config.prompt_key}")
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Ids]:
     """Return the token ids of each row's prompt, of any length.
+
+    An image's placeholder is repeated once for each of its tokens, as the model expects it.
 
     A string is tokenized with the special tokens that the tokenizer adds to a text. Messages are rendered by
     the chat template with the row's tools and options, and with the opening of the assistant's turn at the end. Without
@@ -72,8 +90,13 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
         raise ConfigError("data.apply_chat_template is 'always', but the tokenizer has no chat template")
     plain: dict[int, str] = {}
     templated: dict[int, str] = {}
+    images: dict[int, tuple[bytes, ...]] = {}
     joined = 0
     for number, row in enumerate(rows):
+        if has_images(row, config):
+            messages, images[number] = split_images(row, config)
+            templated[number] = _render(row, messages, tokenizer, read_chat_options(row, config))
+            continue
         prompt = raw_prompt(row, config)
         if isinstance(prompt, str) and config.apply_chat_template == "always":
             prompt = [{"role": "user", "content": prompt}]
@@ -91,7 +114,8 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
     for number, row in enumerate(rows):
         if not encoded[number]:
             raise DataError(f"{row.location}: the prompt has no tokens: {describe(row.get(config.prompt_key))}")
-    return [encoded[number] for number in range(len(rows))]
+    prompts = [encoded[number] for number in range(len(rows))]
+    return expand_images(rows, prompts, images, tokenizer) if images else prompts
 
 
 def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> str:
@@ -149,6 +173,16 @@ def fit_prompts(rows: Sequence[_LocatedT], prompts: Sequence[Ids], config: DataC
             f"(the shortest has {shortest})"
         )
     return kept
+
+
+def read_images(row: Row, config: DataConfig) -> dict[str, tuple[bytes, ...]] | None:
+    """Return ``multi_modal_data`` of a row: its images, as the bytes of image files; None if it has none."""
+    return {"image": split_images(row, config)[1]} if has_images(row, config) else None
+
+
+def image_columns(images: Sequence[dict[str, tuple[bytes, ...]] | None]) -> dict[str, list[Any]]:
+    """Return the column ``multi_modal_data`` of a batch; no column if no row has images."""
+    return {"multi_modal_data": list(images)} if any(images) else {}
 
 
 def join_ids(sequences: Sequence[Ids]) -> Jagged:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
-from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, join_ids, raw_prompt
+from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, image_columns, join_ids, raw_prompt, read_images
 from rollcast_data.files import Row, read_files
 from rollcast_data.messages import read_tools
 from rollcast_data.schemas import DataConfig, build_data_config
@@ -39,6 +39,7 @@ class PromptRow:
     ground_truth: Any
     data_source: str
     extra_info: Mapping[str, Any]
+    multi_modal_data: dict[str, tuple[bytes, ...]] | None = None
 
 
 class PromptDataset(BaseDataset):
@@ -85,6 +86,7 @@ class PromptDataset(BaseDataset):
             ground_truth=ground_truth(row, self.config),
             data_source=str(row.find(self.config.data_source_key) or ""),
             extra_info=other_columns(row, self.config),
+            multi_modal_data=read_images(row, self.config),
         )
 
     def collate(self, rows: list[PromptRow]) -> DataProto:
@@ -92,7 +94,7 @@ class PromptDataset(BaseDataset):
 
         Returns:
             Jagged ``prompts`` int32 and ``index`` int64 ``[B]``; object columns ``raw_prompt``, ``ground_truth``,
-            ``data_source`` and ``extra_info``.
+            ``data_source`` and ``extra_info``; and ``multi_modal_data`` if a row has images.
         """
         return DataProto.from_dict(
             tensors={
@@ -104,6 +106,7 @@ class PromptDataset(BaseDataset):
                 "ground_truth": [row.ground_truth for row in rows],
                 "data_source": [row.data_source for row in rows],
                 "extra_info": [dict(row.extra_info) for row in rows],
+                **image_columns([row.multi_modal_data for row in rows]),
             },
         )
 
@@ -139,7 +142,7 @@ def other_columns(row: Row, config: DataConfig) -> dict[str, Any]:
 
     An answer in a column of another name stays there too, for rewards that read it by its name. Tools are parsed.
     """
-    used = {config.prompt_key, config.data_source_key, "extra_info"}
+    used = {config.prompt_key, config.data_source_key, config.image_key, "extra_info"}
     used |= {_GROUND_TRUTH} if config.ground_truth_key == _GROUND_TRUTH else set()
     others = {key: value for key, value in row.values.items() if key not in used}
     if config.tools_key in others:

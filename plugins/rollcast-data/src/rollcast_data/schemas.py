@@ -25,6 +25,9 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt, a string or a list of chat messages. This and the keys below may be dotted to reach into
     a nested column, such as `reward_model.ground_truth`."""
+    image_key: str = "images"
+    """Column of the prompt's images, a list; may be missing. Each image takes the place of one `<image>` in the text of
+    the messages, or of a part of type `image` without one of its own. Needs a vision-language model."""
     ground_truth_key: str | None = "ground_truth"
     """Column of the reference answer; null if the task has none. With the default, a row without such a column has the
     answer of `reward_model.ground_truth`, as in verl's files."""

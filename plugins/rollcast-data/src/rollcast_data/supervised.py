@@ -15,7 +15,7 @@ from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.conversations import COMPLETION
-from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, join_ids
+from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, image_columns, join_ids, read_images
 from rollcast_data.files import Row, read_files
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
@@ -35,6 +35,7 @@ class SupervisedRow:
     index: int
     prompt_ids: Ids
     response_ids: Ids
+    multi_modal_data: dict[str, tuple[bytes, ...]] | None = None
 
 
 class SupervisedDataset(BaseDataset):
@@ -97,7 +98,8 @@ class SupervisedDataset(BaseDataset):
         """Return a batch of prompts and responses.
 
         Returns:
-            Jagged ``prompts`` and ``responses`` int32 and ``response_mask`` bool; ``index`` int64 ``[B]``.
+            Jagged ``prompts`` and ``responses`` int32 and ``response_mask`` bool; ``index`` int64 ``[B]``; and the
+            object column ``multi_modal_data`` if a row has images.
         """
         responses = join_ids([row.response_ids for row in rows])
         return DataProto.from_dict(
@@ -106,7 +108,8 @@ class SupervisedDataset(BaseDataset):
                 "responses": responses.column(),
                 "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
                 "index": torch.tensor([row.index for row in rows], dtype=torch.int64),
-            }
+            },
+            non_tensors=image_columns([row.multi_modal_data for row in rows]),
         )
 
     def _text(self, row: Row) -> _Text:
@@ -157,7 +160,7 @@ class SupervisedDataset(BaseDataset):
                         f"{pair.location}: the response has {len(ids)} tokens with its end token, more than "
                         f"data.max_response_length={limit}; raise it, or set data.truncation to right to cut it"
                     )
-            joined.append(SupervisedRow(index, prompt, ids[:limit]))
+            joined.append(SupervisedRow(index, prompt, ids[:limit], read_images(pair.row, self.config)))
         if overlong:
             _log.info("%d of %d responses have more than %d tokens and are cut", overlong, len(joined), limit)
         return joined

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast.errors import ConfigError
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged, karmarkar_karp
 from rollcast_engine._rows import MODEL_INPUTS, MicroBatch, PaddedRows, RaggedRows, Rows
+from rollcast_engine.images import read_images
 from rollcast_engine.transfer import move
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
+    from rollcast_engine.images import MicroImages
 
 __all__ = [
     "MODEL_INPUTS",
@@ -43,6 +45,8 @@ class BatchPlan:
         groups: row indices (int64) of each micro-batch, longest rows first.
         longest: maximum of ``lengths``.
         budget: tokens per micro-batch for packed rows; None without packing or budget.
+        images: images of each row, encoded; empty if no row has any.
+        vision: adds the images to a micro-batch; None for a model of text.
     """
 
     source: Rows
@@ -50,6 +54,8 @@ class BatchPlan:
     groups: list[Tensor]
     longest: int
     budget: int | None = None
+    images: Sequence[tuple[bytes, ...]] = ()
+    vision: MicroImages | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -66,14 +72,23 @@ class BatchPlan:
 
     def cut(self, index: int) -> MicroBatch:
         """Return micro-batch ``index`` in host memory; a dummy if this rank has fewer."""
-        return self.source.cut(self.groups[index]) if index < len(self) else dummy_micro_batch()
+        micro = self.source.cut(self.groups[index]) if index < len(self) else dummy_micro_batch()
+        if self.vision is None:
+            return micro
+        return self.vision.attach(micro, [self.images[row] for row in micro.rows.tolist()] if self.images else [])
 
     def micro_batch(self, index: int, device: torch.device) -> MicroBatch:
         """Return micro-batch ``index`` on ``device``."""
         return move(self.cut(index), device)
 
 
-def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1) -> BatchPlan:
+def plan_batch(
+    data: DataProto,
+    settings: ForwardSettings,
+    packs: bool = False,
+    sequence_ranks: int = 1,
+    vision: MicroImages | None = None,
+) -> BatchPlan:
     """Split the rows by number or by token budget; deterministic for the same rows.
 
     Padded micro-batches get rows of similar length; packed ones get similar numbers of tokens. A row longer than the
@@ -85,12 +100,19 @@ def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, 
         settings: size or budget of a micro-batch.
         packs: True if rows go through the model without padding, which then does not count in the budget.
         sequence_ranks: ranks that share each row; a micro-batch has the budget of all of them.
+        vision: adds images to micro-batches; None for an engine or model of text.
 
     Raises:
+        CapabilityError: a row has images, and ``vision`` is None.
         ColumnError: a jagged batch lacks a column.
         ConfigError: the micro-batch size is below 1, or columns do not fit together.
     """
-    source = _read_rows(data)
+    source, images = _read_rows(data), read_images(data)
+    if images and vision is None:
+        raise CapabilityError(
+            "the batch has images (multi_modal_data), which this engine does not pass to its model; use "
+            "actor.engine.name=fsdp with a vision-language model"
+        )
     starts, ends = source.starts, source.ends
     lengths = source.tokens if packs else ends - starts
     budget, size = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
@@ -104,7 +126,7 @@ def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, 
         groups = _by_tokens(order, starts, ends, budget)
     longest = int(lengths.max()) if len(lengths) else 0
     packed_budget = budget if packs else None
-    return BatchPlan(source, lengths, groups, longest, packed_budget)
+    return BatchPlan(source, lengths, groups, longest, packed_budget, images, vision)
 
 
 def _read_rows(data: DataProto) -> Rows:

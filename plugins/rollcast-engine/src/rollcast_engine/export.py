@@ -23,6 +23,7 @@ from rollcast_engine.hf import (
     transformer,
 )
 from rollcast_engine.safetensors_writer import SHARD_BYTES, SafetensorsWriter
+from rollcast_vision.model_inputs import auto_class_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,10 +95,10 @@ def _write(
 
 def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype) -> Any:
     """Return the model on the meta device: names, shapes and ties without memory for its weights."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    import transformers
 
     config = load_hf_config(model)
-    auto: Any = AutoModelForCausalLM if model_type == "language_model" else AutoModel
+    auto: Any = getattr(transformers, auto_class_name(config) if model_type == "language_model" else "AutoModel")
     with torch.device("meta"):
         module = auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
         module.tie_weights()

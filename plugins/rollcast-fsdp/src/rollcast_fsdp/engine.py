@@ -18,6 +18,7 @@ from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
+from rollcast_engine.images import MicroImages
 from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer, set_lr
 from rollcast_engine.process_group import join_process_group
@@ -38,6 +39,7 @@ from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, shard_module
 from rollcast_fsdp.step import TokenForward
 from rollcast_fsdp.tensors import ModelTensors
+from rollcast_vision.model_inputs import ImageInputs, is_vision_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,6 +87,8 @@ class FsdpEngine(TorchEngine):
         self.adapter: Adapter | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.forward: TokenForward
+        #: Adds images to micro-batches; None for a model of text.
+        self.vision: MicroImages | None = None
         self.passes: Passes | None = None
         self.residency: Residency | None = None
         #: Modes that are entered, outermost first.
@@ -107,6 +111,8 @@ class FsdpEngine(TorchEngine):
         hf_config = load_hf_config(self.setup.model)
         with naming_keys(self.setup.section):
             check_heads(hf_config, self.config.ulysses_sequence_parallel_size, context.world_size)
+        if is_vision_model(hf_config):
+            self._build_vision()
         self.use_local_device()
         plan = build_module(self.setup, DTYPES[self.config.model_dtype])
         module = plan.module
@@ -138,6 +144,21 @@ class FsdpEngine(TorchEngine):
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
         self.residency = Residency(self.module, self.optimizer, copies)
         self._offload()
+
+    def _build_vision(self) -> None:
+        """Load the image processor of the model's folder.
+
+        Raises:
+            ConfigError: it does not load, or rows are to be packed.
+        """
+        if self.config.use_remove_padding:
+            raise ConfigError(
+                f"{self.setup.section}.engine.use_remove_padding is true, but rows with images are not packed; set it "
+                f"to false for the vision-language model {self.setup.model.path}"
+            )
+        inputs = ImageInputs(self.setup.model.path, self.setup.model.trust_remote_code)
+        shards = self.setup.context.world_size > 1 or self.config.mixes_precision
+        self.vision = MicroImages(inputs, fills=shards)
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
@@ -214,7 +235,7 @@ class FsdpEngine(TorchEngine):
         parts = self.config.ulysses_sequence_parallel_size
         tape = self._passes().tape
         check_replay(data, tape)
-        plan = plan_batch(data, settings, self.config.use_remove_padding, parts)
+        plan = plan_batch(data, settings, self.config.use_remove_padding, parts, self.vision)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings, parts)
         plan = plan.split_to(agreed.micro_batches)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollcast_engine.images import IMAGE_INPUTS
 from rollcast_fsdp.prompts import shared_prompt_logits
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def response_logits(
         share_prompts: compute each distinct prompt once; see :func:`shared_prompt_logits`.
     """
     logits: Tensor | None = None
-    if share_prompts:
+    # Prompts with images are not compared.
+    if share_prompts and not any(name in model_inputs for name in IMAGE_INPUTS):
         logits = shared_prompt_logits(module, model_inputs, response_length, keep_logits(module, 1))
     if logits is None:
         logits = response_states(module, model_inputs, response_length)[:, -response_length:]
@@ -97,4 +99,4 @@ def keep_logits(module: nn.Module, kept: int | Tensor) -> dict[str, int | Tensor
 
 def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     # The last token predicts nothing.
-    return {name: column[:, :-1] for name, column in model_inputs.items()}
+    return {name: column if name in IMAGE_INPUTS else column[..., :-1] for name, column in model_inputs.items()}

@@ -19,6 +19,7 @@ from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters, read_stacked
 from rollcast_fsdp.lora import attach_adapter
+from rollcast_vision.model_inputs import auto_class_name, is_vision_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,6 +121,8 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
     model = setup.model
     config = load_hf_config(model)
     _check_weights(model)
+    if is_vision_model(config):
+        _refuse_vision(setup)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
         plan = None if model.random_init else _plan_reading(setup, config, dtype)
@@ -132,6 +135,24 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
             elif isinstance(plan.source, WeightFolder):
                 plan.adapter.base_fingerprint = plan.source.fingerprint()
     return plan
+
+
+def _refuse_vision(setup: EngineSetup) -> None:
+    """Check that the engine can train a vision-language model as asked.
+
+    Raises:
+        ConfigError: it is to have an adapter or a value head.
+    """
+    if setup.model_type != "language_model":
+        raise ConfigError(
+            f"{setup.section}.model.path {setup.model.path} is a vision-language model, of which no value model is "
+            "made; use an estimator without a critic, such as grpo"
+        )
+    if setup.model.trains_adapter:
+        raise ConfigError(
+            f"model.lora_rank={setup.model.lora_rank}: LoRA is not supported for the vision-language model "
+            f"{setup.model.path}; train all weights (model.lora_rank=0)"
+        )
 
 
 def enable_checkpointing(module: nn.Module) -> None:
@@ -202,8 +223,8 @@ def _build_empty(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modu
         return None
 
 
-def _auto_class(setup: EngineSetup) -> str:
-    return "AutoModelForCausalLM" if setup.model_type == "language_model" else "AutoModel"
+def _auto_class(setup: EngineSetup, config: Any) -> str:
+    return auto_class_name(config) if setup.model_type == "language_model" else "AutoModel"
 
 
 def _options(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -217,11 +238,12 @@ def _options(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _from_config(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module:
     import transformers
 
-    auto = getattr(transformers, _auto_class(setup))
+    auto_class = _auto_class(setup, config)
+    auto = getattr(transformers, auto_class)
     try:
         module: Any = auto.from_config(config, **_options(setup.model, dtype))
     except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"model.path {setup.model.path} does not load with {_auto_class(setup)}: {error}") from error
+        raise ConfigError(f"model.path {setup.model.path} does not load with {auto_class}: {error}") from error
     module.tie_weights()
     return ValueModel(module).to(dtype) if setup.model_type == "value_model" else module
 
@@ -233,7 +255,7 @@ def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modul
     import transformers
 
     folder = Path(setup.model.path)
-    auto_class = _auto_class(setup)
+    auto_class = _auto_class(setup, config)
     try:
         module, info = getattr(transformers, auto_class).from_pretrained(
             folder, config=config, output_loading_info=True, **_options(setup.model, dtype)

@@ -148,10 +148,11 @@ class TokenForward:
         length = micro.responses.size(1)
         if self._head is None:
             logits = response_logits(self.module, micro.model_inputs, length, temperature, self._share_prompts)
-            return Scored(micro.responses.flatten(), None, logits.flatten(0, 1))
+            # A row with a blank image may follow the micro-batch's own.
+            return Scored(micro.responses.flatten(), None, logits[: len(micro.responses)].flatten(0, 1))
         with self._head.held_back():
             states = self._head.states(response_states(self.module, micro.model_inputs, length))
-        kept = states[:, -length:].flatten(0, 1)[micro.trained]
+        kept = states[: len(micro.responses), -length:].flatten(0, 1)[micro.trained]
         return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head, self._chunk_size)
 
     def _score_pack(self, pack: Pack, temperature: float) -> Scored:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast_hf.routing import RoutingRecorder
 from rollcast_hf.sampling import TokenSampler
 from rollcast_serving.stops import StopMatcher
+from rollcast_vision.model_inputs import ImageInputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,12 +33,13 @@ Reason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence to generate: the prompt (int32 ids), its sampling parameters, and its stops."""
+    """One sequence to generate: the prompt (int32 ids), its sampling parameters, its stops, and its images, encoded."""
 
     prompt: array[int]
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     matcher: Callable[[], StopMatcher | None] = lambda: None
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Decoding:
         vocab_size: ``V`` of the module's logits.
         streams: random streams of the rows, int64 ``[B]`` on ``device``.
         records_routing: True to record the choices of the module's routers.
+        images: image processor of the model; None if no row has images.
     """
 
     def __init__(
@@ -80,17 +83,23 @@ class Decoding:
         vocab_size: int,
         streams: Tensor,
         records_routing: bool = False,
+        images: ImageInputs | None = None,
     ) -> None:
         self._device = device
         self._routing = RoutingRecorder([len(row.prompt) for row in rows]) if records_routing else None
-        ids, mask, source = _pad_prompts(rows, device)
+        prompts = _pad_prompts(rows, device)
+        ids, mask, source = prompts.ids, prompts.mask, prompts.source
+        self._images = images if any(prompts.images) else None
+        self._seen = prompts.images
+        #: Number by which the positions of new tokens differ from the number of tokens before them, int64 ``[U]``.
+        self._shifts = torch.zeros(len(ids), dtype=torch.int64, device=device)
         self._source = source
         self._next_ids = ids
         self._prompt_width = ids.shape[1]
         limits = [row.sampling.max_tokens for row in rows]
         limit, count = max(limits), len(rows)
         # Without padding the model derives the same mask and positions itself, and faster.
-        padded = not bool(mask.all())
+        padded = self._images is not None or not bool(mask.all())
         self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
         self._lengths = mask.sum(-1)
         self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, streams, [row.prompt for row in rows])
@@ -201,7 +210,7 @@ class Decoding:
         accepted = inspect.signature(module.forward).parameters
         self._takes = {name: name in accepted for name in ("position_ids", "logits_to_keep")}
         positions = None if self._mask is None else self._mask[:, : self._prompt_width].cumsum(-1).sub_(1).clamp_(min=0)
-        logits = self._call(module, positions)
+        logits = self._call(module, positions) if self._images is None else self._see(module, self._images)
         if self._routing is not None:
             self._routing.keep_prompts(self._source)
         if len(self._source) != len(logits):
@@ -210,19 +219,35 @@ class Decoding:
             logits = logits[self._source]
         return logits
 
+    def _see(self, module: nn.Module, images: ImageInputs) -> Tensor:
+        """Return the logits after prompts of which some have images."""
+        mask = self._mask[:, : self._prompt_width].cpu() if self._mask is not None else None
+        if mask is None:
+            raise TypeError("prompts with images need a mask")
+        positions = images.positions(self._next_ids.cpu(), mask, self._seen)
+        self._shifts = (positions.amax((0, 2)) + 1 - mask.sum(-1)).to(self._device)
+        pixels, grids = images.pixels(image for row in self._seen for image in row)
+        given = {"pixel_values": pixels.to(self._device), "image_grid_thw": grids.to(self._device)}
+        return self._call(module, positions.to(self._device), given)
+
     def _forward(self, module: nn.Module) -> Tensor:
         """Return logits ``[b, V]`` after the newest token of the active rows."""
         positions = None
         if self._mask is not None:
             # A finished row stays in the batch for a while: its position must not exceed the model's limit.
-            positions = (self._lengths + torch.minimum(self._limits, self._limits.new_tensor(self._step)) - 1)[:, None]
+            new = torch.minimum(self._limits, self._limits.new_tensor(self._step))
+            positions = (self._lengths + self._shifts + new - 1)[:, None]
+        if self._images is not None:
+            # A sampled placeholder has no image; the engine reads it in the same way.
+            self._next_ids = self._images.neutralize(self._next_ids)
         logits = self._call(module, positions)
         if self._routing is not None:
             self._routing.keep_step(self._active, self._tokens.shape[1])
         return logits
 
-    def _call(self, module: nn.Module, positions: Tensor | None) -> Tensor:
+    def _call(self, module: nn.Module, positions: Tensor | None, seen: Mapping[str, Tensor] | None = None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": self._next_ids, "past_key_values": self._cache, "use_cache": True}
+        inputs.update(seen or {})
         if self._mask is not None:
             inputs["attention_mask"] = self._mask[:, : self._prompt_width + self._step]
             if self._takes["position_ids"]:
@@ -247,25 +272,34 @@ class Decoding:
         self._ends, self._done = self._ends[keep], self._done[keep]
 
     def _keep_context(self, rows: Tensor) -> None:
-        self._lengths = self._lengths[rows]
+        self._lengths, self._shifts = self._lengths[rows], self._shifts[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]
 
 
-def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return distinct prompts and their mask, int64 ``[U, P]`` left-padded, and each row's prompt index, int64
-    ``[B]``.
-    """
-    numbers: dict[bytes, int] = {}
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Distinct prompts and their mask, int64 ``[U, P]`` left-padded, their images, and each row's prompt, ``[B]``."""
+
+    ids: Tensor
+    mask: Tensor
+    source: Tensor
+    images: list[tuple[bytes, ...]]
+
+
+def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> _Prompts:
+    numbers: dict[tuple[bytes, ...], int] = {}
+    images: list[tuple[bytes, ...]] = []
     known: dict[int, int] = {}
     distinct: list[array[int]] = []
     source: list[int] = []
     for row in rows:
         number = known.get(id(row))
         if number is None:
-            number = known[id(row)] = numbers.setdefault(row.prompt.tobytes(), len(numbers))
+            number = known[id(row)] = numbers.setdefault((row.prompt.tobytes(), *row.images), len(numbers))
             if number == len(distinct):
                 distinct.append(row.prompt)
+                images.append(row.images)
         source.append(number)
     flat: array[int] = array("i")
     for prompt in distinct:
@@ -275,7 +309,7 @@ def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tenso
     mask = torch.arange(width) >= width - lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)  # ids under a zero mask are never read
     ids[mask] = torch.frombuffer(flat, dtype=torch.int32).long()
-    return ids.to(device), mask.long().to(device), torch.tensor(source, device=device)
+    return _Prompts(ids.to(device), mask.long().to(device), torch.tensor(source, device=device), images)
 
 
 def _pad_stops(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from rollcast.contracts.device import local_device
 from rollcast.errors import CheckpointError
 from rollcast_serving.model_weights import read_model_config
 from rollcast_serving.requests import ModelLimits
+from rollcast_vision.model_inputs import auto_class_name
 
 __all__ = ["build_model", "load_model", "read_dtype", "read_limits"]
 
@@ -43,7 +44,7 @@ def build_model(path: str) -> nn.Module:
     """
     config = read_model_config(path)
     with torch.random.fork_rng(devices=[]):  # initial weights must not consume random numbers of the process
-        model: nn.Module = _auto_class().from_config(config, dtype=read_dtype(path))
+        model: nn.Module = _auto_class(config).from_config(config, dtype=read_dtype(path))
     return model.to(local_device(0)).eval()
 
 
@@ -54,12 +55,12 @@ def load_model(path: str) -> nn.Module:
         CheckpointError: config or weights are missing or unreadable.
     """
     try:
-        model: nn.Module = _auto_class().from_pretrained(path, dtype=read_dtype(path))
+        model: nn.Module = _auto_class(read_model_config(path)).from_pretrained(path, dtype=read_dtype(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
     return model.to(local_device(0)).eval()
 
 
-def _auto_class() -> Any:
+def _auto_class(config: Any) -> Any:
     # Any: some of transformers' methods are typed, others are not.
-    return transformers.AutoModelForCausalLM
+    return getattr(transformers, auto_class_name(config))

@@ -11,6 +11,7 @@ from rollcast_hf.errors import GenerationError
 from rollcast_serving.engines.job import BaseJob
 from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_serving.stops import StopStrings
+from rollcast_vision.model_inputs import images_of
 
 __all__ = ["Job", "admit"]
 
@@ -65,4 +66,5 @@ def admit(
     prompt = check_request(request, limits, capabilities)
     sampling = request.sampling
     stops.check(request.request_id, sampling.stop)
-    return DecodeRow(prompt, sampling, setup.stop_ids(sampling), lambda: stops.matcher(sampling.stop))
+    images = images_of(request.multi_modal_data, f"request {request.request_id!r}")
+    return DecodeRow(prompt, sampling, setup.stop_ids(sampling), lambda: stops.matcher(sampling.stop), images)

@@ -43,6 +43,7 @@ from rollcast_serving.model_weights import ModelWeights, check_adapter
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, fit_request
 from rollcast_serving.stops import StopStrings
+from rollcast_vision.model_inputs import ImageInputs
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
@@ -69,6 +70,7 @@ class HfRollout(BaseRollout):
         seeds=True,
         continuous_batching=False,
         routing_replay=True,
+        multi_modal=True,
         sampling=OPTIONAL_SAMPLING,
     )
     config_schema: ClassVar[type] = HfRolloutConfig
@@ -88,6 +90,8 @@ class HfRollout(BaseRollout):
         self._engine_size = (0, 0)
         self._limits: ModelLimits | None = None
         self._own: nn.Module | None = None
+        #: Image processor; loaded with the first image.
+        self._images: ImageInputs | None = None
         self._stops = StopStrings(setup.model_path)
         #: The module while :meth:`generating` holds it.
         self._held: nn.Module | None = None
@@ -197,6 +201,8 @@ class HfRollout(BaseRollout):
             self._limits = read_limits(self.setup.model_path)
         request = fit_request(request, self._limits, self.setup.config.on_long_prompt)
         row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
+        if row.images and self._images is None:
+            self._images = ImageInputs(self.setup.model_path)
         loop = asyncio.get_running_loop()
         job = Job(request, loop.create_future(), row)
         self._queue.append(job)
@@ -333,7 +339,7 @@ class HfRollout(BaseRollout):
                     part = rows[start : start + self._max_rows]
                     self._first_row = start
                     own = streams[start : start + self._max_rows].to(device)
-                    self._decoding = Decoding(part, device, vocab_size, own, self._records_routing)
+                    self._decoding = Decoding(part, device, vocab_size, own, self._records_routing, self._images)
                     if start and batch[0].is_aborted:
                         self._decoding.abort(range(len(part)))
                     while not self._decoding.done:

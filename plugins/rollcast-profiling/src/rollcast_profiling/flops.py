@@ -174,6 +174,11 @@ def _count_modules(folder: Path, trust_remote_code: bool) -> ModelFlops:
     auto: Any = transformers.AutoModelForCausalLM
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if getattr(config, "vision_config", None) is not None:
+            raise ConfigError(
+                f"the operations of the model in {folder} cannot be counted: model_type={config.model_type} has a "
+                "vision tower, whose work depends on the images"
+            )
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=trust_remote_code)
         text: Any = config.get_text_config()

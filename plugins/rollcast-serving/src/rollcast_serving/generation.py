@@ -47,7 +47,8 @@ async def generate_sequences(rollout: BaseRollout, prompts: DataProto, sampling:
 
     Args:
         rollout: rollout that receives all requests at once.
-        prompts: jagged ``prompts``, integers; may have ``seed`` int64 ``[B]``, one per request.
+        prompts: jagged ``prompts``, integers; may have ``seed`` int64 ``[B]``, one per request, and the object column
+            ``multi_modal_data``.
         sampling: sampling parameters of every row.
 
     Returns:
@@ -75,9 +76,10 @@ def build_requests(prompts: DataProto, sampling: SamplingParams, prefix: str = "
     ids = array("i", flat.values.to("cpu", torch.int32).numpy().tobytes())
     bounds = flat.offsets.tolist()
     seeds = prompts["seed"].tolist() if "seed" in prompts else [None] * len(prompts)
+    others = list(prompts["multi_modal_data"]) if "multi_modal_data" in prompts else [None] * len(prompts)
     return [
-        RolloutRequest(f"{prefix}{index}", ids[start:stop], sampling, seed)
-        for index, (start, stop, seed) in enumerate(zip(bounds, bounds[1:], seeds, strict=False))
+        RolloutRequest(f"{prefix}{index}", ids[start:stop], sampling, seed, other)
+        for index, (start, stop, seed, other) in enumerate(zip(bounds, bounds[1:], seeds, others, strict=False))
     ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import AdapterWeights, checkpoint_tensors
 from rollcast.errors import CheckpointError, WeightSyncError
+from rollcast_vision.model_inputs import auto_class_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ class ModelWeights:
         import transformers
 
         config = read_model_config(model_path, trust_remote_code)
-        auto_class: Any = transformers.AutoModelForCausalLM
+        auto_class: Any = getattr(transformers, auto_class_name(config))
         with torch.device("meta"):
             module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         module.tie_weights()

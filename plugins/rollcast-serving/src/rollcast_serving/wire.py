@@ -88,22 +88,25 @@ def _from_bytes(code: str, data: bytes) -> array[Any]:
 def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict[str, RollcastError]]:
     """Return the message that submits requests, by their ids on the wire, and the errors of those that cannot be sent.
 
-    Equal prompts with equal sampling parameters are sent once, with the ids and seeds of their requests. So are
-    sampling parameters, of which only non-default values are sent.
+    Equal prompts with equal images and sampling parameters are sent once, with the ids and seeds of their requests. So
+    are sampling parameters, of which only non-default values are sent.
     """
     samplings: dict[SamplingParams, int] = {}
-    groups: dict[tuple[bytes, int], list[list[Any]]] = {}
+    groups: dict[tuple[bytes, int, tuple[bytes, ...]], list[list[Any]]] = {}
     refused: dict[str, RollcastError] = {}
     for name, request in requests.items():
         try:
-            prompt = _to_bytes(_prompt(request))
+            prompt, images = _to_bytes(_prompt(request)), _images(request)
         except RollcastError as error:
             refused[name] = error
             continue
         number = samplings.setdefault(request.sampling, len(samplings))
-        groups.setdefault((prompt, number), []).append([name, request.seed])
+        groups.setdefault((prompt, number, images), []).append([name, request.seed])
     shared = [_changed(sampling) for sampling in samplings]
-    entries = [[prompt, number, members] for (prompt, number), members in groups.items()]
+    entries = [
+        [prompt, number, members, *([list(images)] if images else [])]
+        for (prompt, number, images), members in groups.items()
+    ]
     body: bytes = msgpack.packb({"samplings": shared, "groups": entries})
     return body, refused
 
@@ -118,17 +121,26 @@ def _prompt(request: RolloutRequest) -> array[int]:
 
     Raises:
         RequestError: the prompt is not made of token ids.
-        CapabilityError: the request has multi-modal data, which is not sent to replicas.
     """
-    if request.multi_modal_data:
-        raise errors.CapabilityError(
-            f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
-            "which replicas do not support; generate in the trainer's process (rollout.weight_sync=in_process)"
-        )
     try:
         return as_tokens(request.prompt_ids)
     except (TypeError, OverflowError) as error:
         raise errors.RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
+
+
+def _images(request: RolloutRequest) -> tuple[bytes, ...]:
+    """Return a request's images.
+
+    Raises:
+        CapabilityError: the request has data of another modality, which is not sent to replicas.
+    """
+    others = sorted(name for name in request.multi_modal_data or () if name != "image")
+    if others:
+        raise errors.CapabilityError(
+            f"request {request.request_id!r} carries multi_modal_data ({', '.join(others)}), and only image is sent to "
+            "replicas"
+        )
+    return tuple((request.multi_modal_data or {}).get("image", ()))
 
 
 def decode_requests(data: bytes) -> list[RolloutRequest]:
@@ -141,8 +153,8 @@ def decode_requests(data: bytes) -> list[RolloutRequest]:
         message = unpack(data)
         samplings = [_sampling(each) for each in message["samplings"]]
         return [
-            RolloutRequest(str(name), ids, samplings[number], seed)
-            for prompt, number, members in message["groups"]
+            RolloutRequest(str(name), ids, samplings[number], seed, {"image": tuple(images[0])} if images else None)
+            for prompt, number, members, *images in message["groups"]
             for ids in [_from_bytes("i", prompt)]
             for name, seed in members
         ]

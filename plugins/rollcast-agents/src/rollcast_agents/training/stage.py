@@ -13,7 +13,7 @@ import torch
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.stage import Stage, StageSpec
-from rollcast.errors import ConfigError
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.host import HostSetup, check_names
 from rollcast_agents.records import Record, decode_segments, record_path, save_records
@@ -148,6 +148,11 @@ class AgentRollout(Stage):
         return AgentWorkerSetup(host, self.run.task.served.routing() if self._role == AGENT_LOOP else None)
 
     def __call__(self, batch: DataProto) -> DataProto:
+        if "multi_modal_data" in batch:
+            raise CapabilityError(
+                "the prompts have images (column multi_modal_data), which sessions of agent loops do not send; leave "
+                "agent.loop unset to generate single responses to images"
+            )
         start = time.perf_counter()
         run = self.run
         if self._beside is None:

@@ -6,9 +6,25 @@ the same jagged rows as ``responses``. Axes: ``B`` rows.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
-__all__ = ["DATA", "GENERATED", "MODEL", "POLICY_GAP", "PROMPT", "ROUTED_EXPERTS"]
+__all__ = [
+    "DATA",
+    "GENERATED",
+    "IMAGES",
+    "MODEL",
+    "POLICY_GAP",
+    "PROMPT",
+    "ROUTED_EXPERTS",
+    "model_columns",
+    "prompt_columns",
+]
+
+IMAGES: Final = "multi_modal_data"
+"""Object column with the images of each row's prompt, or None; only in batches of which a row has images. The rows of
+one prompt share one object, which a batch sends once.
+"""
 
 PROMPT: Final = ("prompts",)
 """Columns of a prompt before generation."""
@@ -32,3 +48,13 @@ GENERATED: Final = (
     *MODEL,
 )
 """Columns of a generated batch; the rows of one prompt share a ``uid`` (int64 ``[B]``)."""
+
+
+def prompt_columns(batch: Container[str]) -> tuple[str, ...]:
+    """Return the names of the columns of a batch that generation reads."""
+    return (*PROMPT, IMAGES) if IMAGES in batch else PROMPT
+
+
+def model_columns(batch: Container[str]) -> tuple[str, ...]:
+    """Return the names of the columns of a batch that a forward pass of the policy reads."""
+    return (*MODEL, IMAGES) if IMAGES in batch else MODEL

@@ -18,7 +18,7 @@ from rollcast_eval.scoring import RewardScorer
 from rollcast_serving.manager import Stragglers
 from rollcast_serving.requests import configured_sampling
 from rollcast_serving.sampler import Sampler
-from rollcast_trainer.batch.columns import PROMPT
+from rollcast_trainer.batch.columns import PROMPT, prompt_columns
 from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recorder import Recorder
 from rollcast_trainer.run.replay import StoppedSampler
@@ -257,7 +257,9 @@ class TrainingRun:
         """
         seeds = {"seed": self.seeds.draw(len(prompts))}
         with self.timeline.replicas_busy("generate"):
-            output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling, stragglers)
+            output = self.sampler.generate(
+                prompts.select(prompt_columns(prompts)).with_columns(seeds), sampling, stragglers
+            )
         return prompts.drop(PROMPT).joined(output)
 
     def emit(self, event: str, **values: Any) -> None:

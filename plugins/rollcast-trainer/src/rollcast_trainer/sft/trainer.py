@@ -11,7 +11,7 @@ import torch
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import SftLoss
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.training_run import TrainingRun
@@ -34,7 +34,7 @@ class UpdateSupervised(Stage):
         return replace(setup, loss_function=SftLoss(), forward=settings, infer=settings)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        rows, start = batch.select(MODEL), time.perf_counter()
+        rows, start = batch.select(model_columns(batch)), time.perf_counter()
         metrics = self.run.actor.update_actor(rows, [torch.arange(len(rows))])
         tokens = float(Jagged.of(rows["response_mask"]).values.sum())
         self.run.record({key.replace("actor/", "sft/"): value for key, value in metrics.items()})

@@ -14,7 +14,7 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.manager import Stragglers
-from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT, ROUTED_EXPERTS
+from rollcast_trainer.batch.columns import DATA, GENERATED, IMAGES, PROMPT, ROUTED_EXPERTS, prompt_columns
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
@@ -90,7 +90,7 @@ class Rollout(Stage):
     async def _roll_out(self, group: PromptGroup) -> DataProto:
         """Return the scored responses to one prompt; runs in the event loop of the replicas."""
         run, replicas = self.run, replicas_of(self.run)
-        prompts = group.rows.select(PROMPT).with_columns({"seed": group.seeds})
+        prompts = group.rows.select(prompt_columns(group.rows)).with_columns({"seed": group.seeds})
         with run.timeline.replicas_busy(self.phase):
             output = await replicas.respond(prompts, run.sampling(), stragglers=self._stragglers)
         return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
@@ -149,7 +149,7 @@ class RewardBaselines(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         first, place = first_rows(batch)
-        columns = [*PROMPT, *(name for name in (*DATA[len(PROMPT) :], "index") if name in batch)]
+        columns = [*PROMPT, *(name for name in (*DATA[len(PROMPT) :], "index", IMAGES) if name in batch)]
         prompts = batch.select(columns).select_idxs(first)
         greedy = replace(self.run.sampling(), temperature=0.0)
         scored = self.run.scorer.score(self.run.generate(prompts, greedy))

@@ -24,7 +24,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
-from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS
+from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS, model_columns
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
@@ -107,7 +107,7 @@ class UpdateActor(Stage):
         skipped = without_advantage(rows) if self._may_skip else None
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
         joined = [name for name in (ROLLOUT, *self._routes) if name in rows]
-        columns = rows.with_columns(prepared).select([*MODEL, *read, *joined, *prepared])
+        columns = rows.with_columns(prepared).select([*model_columns(rows), *read, *joined, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch
 

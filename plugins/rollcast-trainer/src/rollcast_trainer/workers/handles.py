@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
+from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
-from rollcast_trainer.batch.columns import MODEL, POLICY_GAP, ROUTED_EXPERTS
+from rollcast_trainer.batch.columns import IMAGES, MODEL, POLICY_GAP, ROUTED_EXPERTS, model_columns
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
@@ -108,7 +109,7 @@ class ActorHandle(RoleHandle):
         return self.infer(
             "compute_log_prob",
             self.group.compute_log_prob.remote,
-            batch.select([*MODEL, *given]),
+            batch.select([*model_columns(batch), *given]),
             [*writes, *(POLICY_GAP if "rollout_log_probs" in given else ())],
         )
 
@@ -124,13 +125,26 @@ class ActorHandle(RoleHandle):
         return self.update("update_actor", self.group.update_actor, batch, mini_batches, epochs, skip_rows)
 
 
+def _refuse_images(batch: DataProto, what: str) -> None:
+    """Check that a batch has no images.
+
+    Raises:
+        CapabilityError: it has.
+    """
+    if IMAGES in batch:
+        raise CapabilityError(
+            f"the prompts have images (column {IMAGES}), which {what} does not see; use an estimator without a critic, "
+            "such as grpo, and a reward function"
+        )
+
+
 class ReferenceHandle(RoleHandle):
     """Handle to the frozen initial policy."""
 
     def compute_ref_log_prob(self, batch: DataProto) -> LazyBatch:
         """Return ``ref_log_prob``, jagged float32."""
         call = self.group.compute_ref_log_prob.remote
-        return self.infer("compute_ref_log_prob", call, batch.select(MODEL), ["ref_log_prob"])
+        return self.infer("compute_ref_log_prob", call, batch.select(model_columns(batch)), ["ref_log_prob"])
 
 
 class CriticHandle(RoleHandle):
@@ -138,6 +152,7 @@ class CriticHandle(RoleHandle):
 
     def compute_values(self, batch: DataProto) -> LazyBatch:
         """Return ``values``, jagged float32."""
+        _refuse_images(batch, "a critic")
         return self.infer("compute_values", self.group.compute_values.remote, batch.select(MODEL), ["values"])
 
     def update_critic(
@@ -153,4 +168,5 @@ class RewardModelHandle(RoleHandle):
 
     def compute_rm_score(self, batch: DataProto) -> LazyBatch:
         """Return ``rm_scores``, float32 ``[B]``."""
+        _refuse_images(batch, "a reward model")
         return self.infer("compute_rm_score", self.group.compute_rm_score.remote, batch.select(MODEL), ["rm_scores"])

@@ -1,0 +1,1 @@
+"""Images in prompts: reading, placeholder tokens and model inputs."""
