@@ -104,7 +104,8 @@ def rows_of(entry: ConfigSchema) -> list[Row]:
         if schemas.hosts_of(kinds[key]) is None:
             # Described as for a value of the right type, so that a number's range stands in place of its type.
             owner = about["declared"].partition(".")[0].replace("_", "-")  # as every package here is named
-            rows.append(Row(key, schemas.describe(kinds[key], 0), show_default(about["default"], kinds[key]), owner, about["doc"]))
+            values, default = schemas.describe(kinds[key], 0), show_default(about["default"], kinds[key])
+            rows.append(Row(key, values, default, owner, about["doc"]))
     return rows
 
 

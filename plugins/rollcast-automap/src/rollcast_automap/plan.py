@@ -55,7 +55,9 @@ class Plan:
             reasons: dotted key → device and reason.
         """
         values = flatten(dict(config))
-        facts = [Fact(key, values[key], f"{key}={_as_override(values[key])} (on {why})") for key, why in reasons.items()]
+        facts = [
+            Fact(key, values[key], f"{key}={_as_override(values[key])} (on {why})") for key, why in reasons.items()
+        ]
         if facts:
             self.sections["defaults of the device"] = facts
 
