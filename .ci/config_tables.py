@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollcast import compose
 from rollcast.config import sections as schemas
@@ -45,13 +46,19 @@ def table(path: str, overrides: tuple[str, ...]) -> str:
         for key, kind in schemas.walk(each.path, each.schema):
             name = key.removeprefix(f"{path}.")
             if name != key and schemas.dataclass_in(kind) is None and schemas.hosts_of(kind) is None:
-                default = json.dumps(defaults.get(key))
-                found.setdefault(name, (f"`{name}`", schemas.describe(kind, 0), f"`{default}`", docs.get(key, "")))
+                default = show_default(defaults.get(key), kind)
+                found.setdefault(name, (f"`{name}`", schemas.describe(kind, 0), default, docs.get(key, "")))
     if not found:
         raise SystemExit(f"no schema holds at {path!r} with {' '.join(overrides)}")
     rows = ["| key | values | default | |", "|---|---|---|---|"]
     rows += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in found.values()]
     return "\n".join(rows) + "\n"
+
+
+def show_default(value: Any, kind: Any) -> str:
+    """Return the cell of a default, with that on accelerators if the key has one of its own."""
+    mark = schemas.on_accelerator(kind)
+    return f"`{json.dumps(value)}`" + (f"; `{json.dumps(mark.value)}` on an accelerator" if mark else "")
 
 
 def render(text: str) -> str:
@@ -97,7 +104,8 @@ def rows_of(entry: ConfigSchema) -> list[Row]:
         if schemas.hosts_of(kinds[key]) is None:
             # Described as for a value of the right type, so that a number's range stands in place of its type.
             owner = about["declared"].partition(".")[0].replace("_", "-")  # as every package here is named
-            rows.append(Row(key, schemas.describe(kinds[key], 0), json.dumps(about["default"]), owner, about["doc"]))
+            values, default = schemas.describe(kinds[key], 0), show_default(about["default"], kinds[key])
+            rows.append(Row(key, values, default, owner, about["doc"]))
     return rows
 
 
@@ -108,7 +116,7 @@ def section_table(found: dict[Row, list[str]], variants: set[str]) -> str:
     lines.append("|---" * (6 if partial else 5) + "|")
     for row, options in found.items():
         where = "" if set(options) == variants else ", ".join(f"`{option}`" for option in options)
-        cells = [f"`{row.key}`", row.values, f"`{row.default}`", row.owner, *([where] if partial else []), row.doc]
+        cells = [f"`{row.key}`", row.values, row.default, row.owner, *([where] if partial else []), row.doc]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

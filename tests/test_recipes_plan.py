@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from rollcast import compose
 from rollcast.cli.app import build_app
+from rollcast.contracts.reward import RewardSample, rewards
+from rollcast_data.contract import preprocessors
+from rollcast_data.files import read_rows, write_parquet
 
 #: Of Qwen2.5's config.json, by size.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -83,6 +87,72 @@ def test_recipes_fit_the_devices_that_they_are_for(
     assert items["rollout: weights"] == PARAMETERS[size] * 2 // tensor
     assert memory["fits"] is True
     assert max(memory["device"].values()) < 0.9 * 80 * GIB
+
+
+TASKS = {"dapo_math": "rollout", "code_sandbox": "rollout", "dapo_math_python": "agent_rollout"}
+#: Size → option of ``model_size``, nodes, ranks that share a row, devices of a replica.
+LAYOUTS = {"0.5B": ("qwen_0_5b", 1, 1, 1), "7B": ("qwen_7b", 1, 1, 2), "32B": ("qwen_32b", 4, 4, 8)}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+@pytest.mark.parametrize("recipe", TASKS)
+def test_tasks_fit_the_cluster_of_each_model_size(folders: dict[str, Path], recipe: str, size: str) -> None:
+    option, nodes, parts, tensor = LAYOUTS[size]
+    needed = [f"model.path={folders[size]}", "placement.device=cuda", f"model_size={option}"]
+    options = ["--skip-data", "--json", "--device-memory", "80"]
+    result = CliRunner().invoke(build_app(), ["plan", f"recipe={recipe}", *needed, *options])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["roles"]["global_pool"]["processes_on_nodes"] == [8] * nodes
+    assert found["batch"]["ranks"] == 8 * nodes // parts
+    assert TASKS[recipe] in found["stages"]
+    assert ("filter_groups" in found["stages"]) == recipe.startswith("dapo")
+    memory = found["memory"]["pools"]["global_pool"]
+    # fp32 master weights in FSDP shards, bf16 weights in each replica.
+    assert memory["items"]["actor: parameters"] == pytest.approx(4 * PARAMETERS[size] / (8 * nodes), rel=1e-5)
+    assert memory["items"]["rollout: weights"] == PARAMETERS[size] * 2 // tensor
+    assert memory["fits"] is True
+    assert max(memory["device"].values()) < 0.9 * 80 * GIB
+    # The default of the device, or the recipe where a row is split.
+    config = compose([f"recipe={recipe}", *needed]).config
+    assert config.actor.engine.use_remove_padding is True
+    assert config.data.preprocess in preprocessors
+
+
+def test_the_data_of_the_tasks_are_scored_by_their_rewards(tmp_path: Path) -> None:
+    """Files as they are published, preprocessed and scored as the recipes say."""
+
+    def row(prompt: str, truth: str, ability: str) -> dict[str, Any]:
+        return {
+            "data_source": "made_up",
+            "prompt": [{"role": "user", "content": prompt}],
+            "ability": ability,
+            "reward_model": {"ground_truth": truth, "style": "rule"},
+            "extra_info": {"index": prompt},
+        }
+
+    tests = json.dumps({"inputs": ["2 3\n"], "outputs": ["5\n"]})
+    for file in ("dapo-math-17k", "aime-2024"):
+        write_parquet(tmp_path / f"{file}.parquet", [row("1 + 33?", "34", "MATH")] * 3)
+    for file in ("train-00000-of-00001", "validation-00000-of-00001"):
+        write_parquet(tmp_path / f"{file}.parquet", [row("Add.", tests, "code"), row("2?", "2", "math")])
+    right = {
+        "dapo_math": "So it is\nAnswer: 34",
+        "dapo_math_python": "So it is\nAnswer: 34",
+        "code_sandbox": "```python\nprint(sum(map(int, input().split())))\n```",
+    }
+    for recipe, response in right.items():
+        config = compose([f"recipe={recipe}", f"run_dir={tmp_path / recipe}", f"model.path={tmp_path}"]).config
+        output = Path(config.data.preprocess_dir)
+        report = preprocessors.get(config.data.preprocess)().run(tmp_path, output)
+        assert report.rows == {"train.parquet": 1, "test.parquet": 1}
+        assert config.data.train_files == [str(output / "train.parquet")]
+        (task,) = read_rows(output / "train.parquet")
+        if recipe == "dapo_math_python" or config.reward.name == "math":
+            pytest.importorskip("math_verify")
+        reward = rewards.get(config.reward.name)(**config.reward.reward_kwargs)
+        scores = [reward.score(RewardSample("", text, task.get("ground_truth"))) for text in (response, "no idea")]
+        assert [float(getattr(score, "score", score)) for score in scores] == [1.0, 0.0]
 
 
 def test_a_run_that_does_not_fit_says_which_phase_and_what_would_help(folders: dict[str, Path]) -> None:

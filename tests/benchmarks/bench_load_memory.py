@@ -1,8 +1,9 @@
 """Peak memory of a node while eight ranks load one checkpoint, as a multiple of the checkpoint.
 
 Each rank is a process with an FSDP engine on a CPU, so that the shards themselves are in host memory too. The sum of
-the processes' proportional set sizes (``/proc/<pid>/smaps_rollup``) is sampled while they load; what they had before,
-with all libraries imported and the process group joined, is subtracted. Linux only.
+the processes' proportional set sizes (``/proc/<pid>/smaps_rollup``) is sampled while they load. What they had before is
+subtracted: each rank has then loaded a checkpoint of one small layer, because an engine imports libraries and torch
+allocates buffers at the first load, which no checkpoint takes. Linux only.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def write_model(folder: Path, layers: int, hidden: int) -> int:
     return total
 
 
-def load(connection: Connection, folder: str, rank: int, ranks: int, port: int) -> None:
+def load(connection: Connection, small: str, folder: str, context: WorkerContext) -> None:
     torch.set_num_threads(1)
-    context = WorkerContext(rank=rank, world_size=ranks, master_addr="127.0.0.1", master_port=port)
-    model = ModelConfig(path=folder)
-    engine = FsdpEngine(EngineSetup("language_model", model, FsdpConfig(), None, context, section="actor"))
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-
     join_process_group(context)
+    first, engine = (
+        FsdpEngine(EngineSetup("language_model", ModelConfig(path=path), FsdpConfig(), None, context, section="actor"))
+        for path in (small, folder)
+    )
+    first.initialize()
     connection.send("ready")
     connection.recv()
     start = time.perf_counter()
@@ -74,18 +75,21 @@ def load(connection: Connection, folder: str, rank: int, ranks: int, port: int) 
     connection.recv()
 
 
-def pss(pids: list[int]) -> int:
-    """Sum of the proportional set sizes in bytes."""
+def pss(pids: list[int], kind: str = "Pss") -> int:
+    """Return the sum of the proportional set sizes in bytes; ``kind`` may be ``Pss_File`` for pages of files only."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(f"{kind}:"):
                 total += int(line.split()[1]) * 1024
     return total
 
 
-def measure(folder: Path, ranks: int) -> tuple[int, int, float]:
-    """Return the peak and the final sum beyond what the ranks had before, in bytes, and the longest load in seconds."""
+def measure(small: Path, folder: Path, ranks: int) -> tuple[int, int, int, float]:
+    """Return bytes beyond what the ranks had before, and the longest load in seconds.
+
+    The bytes are the peak, the sum in the end, and the part of the latter that is pages of files.
+    """
     import socket
 
     with socket.socket() as free:
@@ -93,9 +97,12 @@ def measure(folder: Path, ranks: int) -> tuple[int, int, float]:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     pipes: list[Any] = [context.Pipe() for _ in range(ranks)]
+    places = [
+        WorkerContext(rank=rank, world_size=ranks, master_addr="127.0.0.1", master_port=port) for rank in range(ranks)
+    ]
     processes = [
-        context.Process(target=load, args=(theirs, str(folder), rank, ranks, port))
-        for rank, (_, theirs) in enumerate(pipes)
+        context.Process(target=load, args=(theirs, str(small), str(folder), place))
+        for (_, theirs), place in zip(pipes, places, strict=True)
     ]
     for process in processes:
         process.start()
@@ -104,18 +111,20 @@ def measure(folder: Path, ranks: int) -> tuple[int, int, float]:
         connection.recv()
     pids = [process.pid for process in processes if process.pid]
     before = peak = pss(pids)
+    files = pss(pids, "Pss_File")
     for connection in connections:
         connection.send("go")
     while not all(connection.poll() for connection in connections):
         peak = max(peak, pss(pids))
         time.sleep(0.02)
     final = pss(pids)
+    files = pss(pids, "Pss_File") - files
     seconds = max(connection.recv() for connection in connections)
     for connection in connections:
         connection.send("stop")
     for process in processes:
         process.join()
-    return max(peak, final) - before, final - before, seconds
+    return max(peak, final) - before, final - before, files, seconds
 
 
 def main() -> None:
@@ -125,13 +134,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/load_memory.json"))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        size = write_model(Path(folder), options.layers, options.hidden)
-        peak, final, seconds = measure(Path(folder), options.ranks)
+    with tempfile.TemporaryDirectory() as root:
+        small, folder = Path(root, "small"), Path(root, "model")
+        write_model(small, 1, 64)
+        size = write_model(folder, options.layers, options.hidden)
+        peak, final, files, seconds = measure(small, folder, options.ranks)
     comparisons = [
         Comparison("peak memory of the node against the checkpoint (MB)", peak / 1e6, size / 1e6, at_most=1.3)
     ]
-    notes = [f"{options.ranks} ranks, {size / 1e9:.2f} GB; {final / 1e6:,.0f} MB in the end; {seconds:.1f} s to load"]
+    end = f"{final / 1e6:,.0f} MB in the end, of which {files / 1e6:,.0f} MB are pages of files"
+    notes = [f"{options.ranks} ranks, {size / 1e9:.2f} GB; {end}; {seconds:.1f} s to load"]
     write_report("memory of a node that loads one checkpoint", comparisons, notes, options.output)
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from dataclasses import field
 from pathlib import Path
 from textwrap import dedent
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +19,8 @@ from omegaconf.errors import ReadonlyConfigError
 
 from rollcast.config import build_section, compose
 from rollcast.config.overrides import format_override, parse_override
-from rollcast.config.sections import origin_of
-from rollcast.contracts.config import flatten
+from rollcast.config.sections import origin_of, place_schemas
+from rollcast.contracts.config import ConfigSchema, OnAccelerator, config, flatten
 from rollcast.errors import ConfigError
 from rollcast.runtime.local import LocalRuntimeConfig
 
@@ -323,3 +325,64 @@ def test_build_section() -> None:
     section = build_section(LocalRuntimeConfig, {"name": "local", "num_cpus": "3", "of_another_schema": 1})
     assert section == LocalRuntimeConfig(name="local", num_cpus=3)
     assert isinstance(section, LocalRuntimeConfig)
+
+
+# -- defaults by device -------------------------------------------------------------------------
+
+
+@config
+class _Inner:
+    """A section within a section."""
+
+    wide: Annotated[bool, OnAccelerator(True, "lanes are free")] = False
+    """Use all lanes."""
+
+
+@config
+class _Task:
+    """A section with defaults by device."""
+
+    dtype: Annotated[str | None, OnAccelerator("bf16", "speed")] = None
+    """Dtype."""
+    packs: Annotated[bool, OnAccelerator(True, "no padding", lambda given: not given.get("shares"))] = False
+    """Pack rows."""
+    shares: bool = False
+    """Share prompts, which excludes packing."""
+    inner: _Inner = field(default_factory=_Inner)
+    """A section."""
+    absent: _Inner | None = None
+    """A section that is null by default."""
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cpu", {}, (None, False, False)),
+        ("abacus", {}, ("bf16", True, True)),
+        ("abacus", {"dtype": "fp32", "packs": False, "inner": {"wide": False}}, ("fp32", False, False)),
+        ("abacus", {"dtype": None}, (None, True, True)),
+        ("abacus", {"shares": True}, ("bf16", False, True)),
+        ("abacus", {"shares": False}, ("bf16", True, True)),
+    ],
+)
+def test_a_default_follows_the_device_unless_the_key_is_set(
+    device: str, given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    sections = place_schemas([ConfigSchema(path="task", schema=_Task)], {}, {})
+    tree: dict[str, Any] = {"task": given}
+    origins: dict[str, str] = {}
+    sections.fill(tree, origins, lambda: device)
+    task = tree["task"]
+    assert (task["dtype"], task["packs"], task["inner"]["wide"]) == expected
+    assert task["absent"] is None
+    if device == "abacus" and "dtype" not in given:
+        assert origins["task.dtype"] == "default on abacus: speed"
+
+
+def test_no_device_is_looked_for_where_no_default_depends_on_it() -> None:
+    def forbidden() -> str:
+        raise AssertionError("the device was looked for")
+
+    place_schemas([], {}, {}).fill({}, {}, forbidden)
+    tree = {"task": {"dtype": "x", "packs": True, "inner": {"wide": True}}}
+    place_schemas([ConfigSchema(path="task", schema=_Task)], {}, {}).fill(tree, {}, forbidden)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 import pytest
 import torch
 
@@ -53,9 +56,23 @@ def test_a_device_of_another_distribution_is_used_like_any_other(make_dist, monk
     make_dist("abacus", {"rollcast.devices": {"abacus": "tp_abacus:DEVICE"}}, files)
     assert (device.device_name(), device.device_count()) == ("abacus", 2)
     assert device.find_device("auto").resource == "BEADS"
+    assert device.configured_device("auto") == "abacus"
     assert device.collective_backend() == "cpu:gloo,abacus:beads"
     assert device.hide_accelerators()["BEADS_VISIBLE"] == ""
     device.synchronize()
     import tp_abacus_torch
 
     assert tp_abacus_torch.beads.waited == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no device files")
+def test_a_machine_without_device_files_is_known_without_torch(tmp_path) -> None:
+    none, some = (dataclasses.replace(device.CUDA, files=(str(tmp_path / name),)) for name in ("bead*", "*"))
+    (tmp_path / "node0").touch()
+    assert (none.may_exist(), some.may_exist()) == (False, True)
+    assert dataclasses.replace(none, files=()).may_exist()
+
+
+def test_an_unknown_device_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"placement.device is 'abacuss'; valid: auto, "):
+        device.configured_device("abacuss")

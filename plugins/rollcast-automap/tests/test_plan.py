@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from trainer_tools import SmallTask, launch, read_metrics, set_up, worker_of
+from typer.testing import CliRunner
 
+from rollcast.cli.app import build_app
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.mapping import Mesh, ModelFacts, RoleSpec
@@ -38,6 +40,7 @@ from rollcast_automap.memory.role_memory import gather_parts
 from rollcast_automap.plan import Plan, plan_run
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import data_parallel_size
+from rollcast_trainer.run.run_dir import differing_settings
 from rollcast_trainer.run.task_runner import TaskRunner
 
 
@@ -102,8 +105,8 @@ def test_the_quick_start_before_its_first_run(tmp_path: Path) -> None:
 
 
 def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
-    plan = make_plan(gsm8k(config_folder, "placement.n_gpus_per_node=8", "trainer.total_steps=105"), read_data=False)
-    found = plan.as_dict()
+    changes = ("placement.n_gpus_per_node=8", "placement.device=cuda", "trainer.total_steps=105")
+    found = make_plan(gsm8k(config_folder, *changes), read_data=False).as_dict()
     assert found["batch"]["rows_per_rank"] == 160
     # 10 rows of 1,536 tokens fit into 16,384.
     assert found["batch"]["micro_batches_per_rank"] == 16
@@ -115,7 +118,8 @@ def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
     names = ("actor: parameters", "actor: gradients", "actor: optimizer state", "reference: parameters")
     assert [items[name] for name in names] == [shard, shard, 2 * shard, shard]
     process = items["workers: context and libraries"]
-    assert found["memory"]["pools"]["global_pool"]["device"]["held"] == 5 * shard + process
+    # The gradients are dropped when training ends.
+    assert found["memory"]["pools"]["global_pool"]["device"]["held"] == 4 * shard + process
     # All weights in bf16 while generating.
     assert items["rollout: weights"] == found["memory"]["parameters"] * 2
     assert found["notes"] == ["the data files were not read"]
@@ -304,7 +308,7 @@ def test_a_reward_model_in_a_pool_of_its_own(config_folder: Path, tmp_path: Path
     judge.config.pad_token_id = 0
     judge.save_pretrained(tmp_path / "judge")
     pools = ["placement.pools={judges: [1]}", "placement.mapping={reward_model: judges}"]
-    on = ["reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}", *pools]
+    on = ["reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}", "placement.device=cuda", *pools]
     found = make_plan(gsm8k(config_folder, *on), read_data=False).as_dict()
     assert found["roles"]["judges"]["roles"] == ["reward model"]
     memory = found["memory"]["pools"]["judges"]
@@ -402,19 +406,20 @@ def layout_of(engine: Any, ranks: int) -> EngineLayout:
 def test_layouts_of_engines() -> None:
     from rollcast_fsdp.schemas import FsdpConfig
 
-    assert layout_of(FsdpConfig(), 1) == EngineLayout(1, gradient=4, state=8)
+    assert layout_of(FsdpConfig(), 1) == EngineLayout(1, gradient=4, state=8, keeps_gradients=False)
     assert not layout_of(FsdpConfig(), 1).gathers
     mixed = layout_of(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 8)
-    assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8)
+    assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8, keeps_gradients=False)
     assert (mixed.shard(10), mixed.gathers) == (3, True)
     assert not has_known_keys(object())
     assert layout_of(object(), 4) == EngineLayout(1, gradient=4, state=8)
     lean = FsdpConfig(
         ulysses_sequence_parallel_size=2, use_fused_kernels=True, enable_activation_offload=True, model_dtype="bf16"
     )
-    assert layout_of(lean, 4) == EngineLayout(
+    expected = EngineLayout(
         4, 2, 2, False, False, False, True, 2, head_positions=512, fused_logits=True, gradient=2, state=4
     )
+    assert layout_of(lean, 4) == replace(expected, keeps_gradients=False)
     assert (data_parallel_size(lean, 8), data_parallel_size(object(), 8)) == (4, 8)
 
 
@@ -472,6 +477,24 @@ def test_models_take_turns_and_offloaded_state_comes_back() -> None:
     assert held_bytes([parts[0], replica]) == 310 + 8
 
 
+def test_gradients_of_fsdp_leave_the_device_before_it_generates(config_folder: Path) -> None:
+    def phases(*changes: str) -> dict[str, int]:
+        plan = make_plan(gsm8k(config_folder, "trainer.total_steps=1", *changes), read_data=False).as_dict()
+        return plan["memory"]["pools"]["global_pool"]
+
+    found = phases("placement.device=cuda", "actor.engine.enable_gradient_checkpointing=true")
+    items, device = found["items"], found["device"]
+    held = ("actor: parameters", "actor: optimizer state", "reference: parameters", "workers: context and libraries")
+    assert device["held"] == sum(items[name] for name in held)
+    assert device["generating"] == device["held"] + items["rollout: weights"] + items["rollout: KV cache"]
+    passes = ("gradients", "activations", "logits", "gathered weights")
+    assert device["updating"] == device["held"] + sum(items[f"actor: {name}"] for name in passes)
+    # megatron-core keeps its gradient buffers.
+    found = phases("engine=megatron", "placement.device=cuda", "actor.engine.dtype=float32")
+    items, device = found["items"], found["device"]
+    assert device["held"] == sum(items[name] for name in (*held, "actor: gradients"))
+
+
 def test_both_ends_of_a_weight_sync_are_on_the_devices_at_once() -> None:
     role = RoleSpec("any", "trains", ModelFacts(1, 1, 1, 1, 1, 1, 1, 1), "fsdp")
     sender = gather_parts(
@@ -497,3 +520,34 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (3 * 2**29, "1.5 GiB")])
 def test_sizes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_a_plan_shows_what_the_device_decided(config_folder: Path) -> None:
+    def shown(*changes: str) -> tuple[str, Any]:
+        options = gsm8k(config_folder, *changes)
+        text, as_json = (
+            CliRunner().invoke(build_app(), ["plan", *options, "--skip-data", *more]) for more in ([], ["--json"])
+        )
+        assert (text.exit_code, as_json.exit_code) == (0, 0)
+        return text.stdout, json.loads(as_json.stdout).get("defaults of the device")
+
+    text, found = shown("placement.device=cuda", "actor.engine.use_remove_padding=false")
+    assert found == {"actor.engine.param_dtype": "bf16", "actor.engine.enable_gradient_checkpointing": True}
+    assert "actor.engine.param_dtype=bf16 (on cuda: the speed of bf16, with fp32 master weights)" in text
+    assert shown("placement.device=cpu")[1] is None
+
+
+def test_defaults_of_the_device_survive_a_resume(config_folder: Path) -> None:
+    """A run's ``config.yaml`` holds the chosen values, so another kind of device cannot change them unnoticed."""
+
+    def config(*changes: str) -> dict[str, Any]:
+        return compose(gsm8k(config_folder, *changes)).plain()
+
+    on_cuda, on_cpu = config("placement.device=cuda"), config("placement.device=cpu")
+    assert on_cuda["ref"]["engine"]["param_dtype"] == "bf16"
+    assert differing_settings(on_cuda, config("placement.device=cuda")) == []
+    said = "; ".join(differing_settings(on_cuda, on_cpu))
+    assert "actor.engine.param_dtype: 'bf16' then, None now" in said
+    keys = ("param_dtype=bf16", "enable_gradient_checkpointing=true", "use_remove_padding=true")
+    kept = config("placement.device=cpu", *(f"actor.engine.{key}" for key in keys))
+    assert differing_settings(on_cuda, kept) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,6 +74,44 @@ class TestGsm8k(PreprocessorSuite):
 
 class TestGsm8kWithTool(TestGsm8k):
     name = "gsm8k_with_tool"
+
+
+def verl_row(number: int, truth: str, ability: str) -> dict[str, Any]:
+    return {
+        "data_source": "made_up",
+        "prompt": [{"role": "user", "content": f"Problem {number}."}],
+        "ability": ability,
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": number},
+    }
+
+
+class TestDapoMath(PreprocessorSuite):
+    name = "dapo_math"
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt", "ground_truth", "data_source", "extra_info")}
+
+    def write_source(self, folder: Path) -> Path:
+        rows = [verl_row(number % 3, str(number % 3), "MATH") for number in range(6)]
+        for file in ("dapo-math-17k", "aime-2024"):
+            write_parquet(folder / f"{file}.parquet", rows)
+        return folder
+
+
+class TestDapoMathWithPython(TestDapoMath):
+    name = "dapo_math_with_python"
+
+
+class TestEurusCode(PreprocessorSuite):
+    name = "eurus_code"
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt", "ground_truth", "data_source", "extra_info")}
+
+    def write_source(self, folder: Path) -> Path:
+        tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+        called = json.dumps({"inputs": [[1]], "outputs": [1], "fn_name": "f"})
+        rows = [verl_row(0, tests, "code"), verl_row(1, called, "code"), verl_row(2, "2", "math")]
+        for file in ("train-00000-of-00001", "validation-00000-of-00001"):
+            write_parquet(folder / f"{file}.parquet", rows)
+        return folder
 
 
 def test_every_part_of_this_distribution_is_tested_here() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rollcast_testing import RecipeSuite
 
-RECIPES = ("gsm8k_grpo", "gsm8k_qwen2_5_0_5b", "gsm8k_qwen2_5_32b_64gpu_fsdp")
+RECIPES = ("gsm8k_grpo", "gsm8k_qwen2_5_0_5b", "gsm8k_qwen2_5_32b_64gpu_fsdp", "code_sandbox")
 
 
 class TestRecipes(RecipeSuite):

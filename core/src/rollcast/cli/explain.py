@@ -66,6 +66,14 @@ def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("means", about["doc"] or "(not documented)"),
         ("takes", about["takes"]),
         ("default", show_value(about["default"])),
+        *_accelerator_rows(about),
         *([] if same else [("here", f"{show_value(about['value'])}  (from {about['origin']})")]),
         ("declared", f"in {about['declared']}"),
     ]
+
+
+def _accelerator_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about a default of its own on accelerators, if the key has one."""
+    if "on_accelerator" not in about:
+        return []
+    return [("", f"{show_value(about['on_accelerator'])} on an accelerator: {about['reason']}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override, with_mappings
-from rollcast.config.sections import MISSING, Sections, find, option_of, origin_of, place_schemas
+from rollcast.config.sections import BY_DEVICE, MISSING, Sections, find, option_of, origin_of, place_schemas
 from rollcast.config.sources import (
     ConfigSource,
     Sources,
@@ -25,6 +26,8 @@ from rollcast.config.sources import (
     register_search_path,
 )
 from rollcast.contracts.config import flatten
+from rollcast.contracts.device import configured_device
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.errors import ConfigError
 from rollcast.plugins import Registry
 from rollcast.plugins.registry import find_registries
@@ -66,6 +69,11 @@ class Composed:
         for registry, key, name in _find_named(self.config, self.sections):
             with _telling_if_slow(f"{key}={name}, the plugin of {registry.find(name)}"):
                 registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
+
+    def by_device(self) -> dict[str, str]:
+        """Return each key whose default the run's device decided, with the device and the reason."""
+        keys = (key for key in flatten(self.plain()) if self.origins.get(key, "").startswith(BY_DEVICE))
+        return {key: self.origins[key].removeprefix(BY_DEVICE) for key in keys}
 
     def plain(self) -> dict[str, Any]:
         """Return the tree as nested mutable mappings."""
@@ -119,7 +127,7 @@ def compose(
     _take_out_foreign(sections, tree, origins, chosen, values)
     sections.check_keys(tree, origins)
     _take_out_removed(tree)
-    sections.fill(tree, origins)
+    sections.fill(tree, origins, functools.cache(lambda: _device_of(tree)))
     tree = _resolve(OmegaConf.create(tree), origins)
     sections.validate(tree, origins, allow_missing)
     _check_options(sections, tree, origins, sources)
@@ -232,6 +240,14 @@ def _check_options(sections: Sections, tree: Mapping[str, Any], origins: Mapping
         options = sorted({file.stem for each in installed for file in (each.folder / mark.group).glob("*.yaml")})
         where = f"{origin_of(key, origins)}: {key}: "
         raise ConfigError(explain_option(mark.group, value, options, sources.broken, where))
+
+
+def _device_of(tree: Mapping[str, Any]) -> str:
+    """Return the kind of device of a run whose placement may not be filled in yet."""
+    from omegaconf import OmegaConf
+
+    named = OmegaConf.select(OmegaConf.create(dict(tree)), "placement.device")
+    return configured_device(str(named or PlacementConfig.device))
 
 
 def _take_out_removed(tree: dict[str, Any]) -> None:

@@ -7,15 +7,30 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, OptionOf, config, field_docs, flatten
+from rollcast.contracts.config import (
+    ConfigSchema,
+    Ge,
+    Gt,
+    Hosts,
+    Le,
+    Len,
+    Lt,
+    OnAccelerator,
+    OptionOf,
+    config,
+    field_docs,
+    flatten,
+)
+from rollcast.contracts.device import CPU
 from rollcast.errors import ConfigError
 
 __all__ = [
+    "BY_DEVICE",
     "RootConfig",
     "Section",
     "Sections",
@@ -31,6 +46,8 @@ __all__ = [
 
 S = TypeVar("S")
 MISSING = "???"
+#: Start of the origin of a value that the run's device decided.
+BY_DEVICE = "default on "
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -104,6 +121,11 @@ def hosts_of(kind: Any) -> Hosts | None:
 def option_of(kind: Any) -> OptionOf | None:
     """Return the mark of a field that names an option of a config group, else None."""
     return next((each for each in _unwrap(kind)[1] if isinstance(each, OptionOf)), None)
+
+
+def on_accelerator(kind: Any) -> OnAccelerator | None:
+    """Return the default of a field on an accelerator, if it has one of its own."""
+    return next((each for each in _unwrap(kind)[1] if isinstance(each, OnAccelerator)), None)
 
 
 def _join(path: str, name: str) -> str:
@@ -274,8 +296,14 @@ class Sections:
                 removed.append(key)
         return removed
 
-    def fill(self, tree: dict[str, Any], origins: dict[str, str]) -> None:
-        """Add missing keys in place, with the values of the ``like`` section if there is one, else the defaults."""
+    def fill(self, tree: dict[str, Any], origins: dict[str, str], device: Callable[[], str]) -> None:
+        """Add missing keys in place, with the values of the ``like`` section if there is one, else the defaults.
+
+        Args:
+            tree: The composed tree.
+            origins: Dotted key → what set it; the new keys are added.
+            device: Function that returns the kind of device of the run; called only if a default depends on it.
+        """
         for path, schema, mark in ((each.path, each.schema, each.hosts) for each in self.placed):
             target = tree
             for step in path.split(".") if path else ():
@@ -285,6 +313,7 @@ class Sections:
             if mark is not None and mark.like and self.options[path] == self.options.get(mark.like):
                 like = find(tree, mark.like)
                 _merge(target, like, path, {f"{path}.{key}": f"as {mark.like}.{key}" for key in flatten(like)}, origins)
+            _merge_by_device(target, schema, path, device, origins)
             _merge(target, defaults_of(schema), path, _owners(schema, path), origins)
 
     def validate(self, tree: dict[str, Any], origins: Mapping[str, str], allow_missing: bool) -> None:
@@ -304,7 +333,10 @@ class Sections:
 
 
 def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return ``doc``, ``takes`` (valid values), ``default`` and ``declared`` (the class) of each key."""
+    """Return ``doc``, ``takes`` (valid values), ``default`` and ``declared`` (the class) of each key.
+
+    A key with a default of its own on accelerators also has ``on_accelerator``, that default, and ``reason``.
+    """
     found: dict[str, dict[str, Any]] = {}
     for each in sections.placed:
         docs, owners = walk_docs(each.path, each.schema), _owners(each.schema, each.path)
@@ -312,6 +344,8 @@ def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
         for key, kind in walk(each.path, each.schema):
             if dataclass_in(kind) is None:
                 about = {"doc": docs.get(key, ""), "takes": describe(kind), "default": defaults.get(key)}
+                mark = on_accelerator(kind)
+                about |= {"on_accelerator": mark.value, "reason": mark.reason} if mark else {}
                 found.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
     return found
 
@@ -325,6 +359,27 @@ def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, 
             origins |= {leaf: whence[leaf] for leaf in flatten({key: value}) if leaf in whence}
         elif isinstance(target[name], dict) and isinstance(value, dict):
             _merge(target[name], value, key, whence, origins)
+
+
+def _merge_by_device(
+    target: dict[str, Any], schema: type, path: str, device: Callable[[], str], origins: dict[str, str]
+) -> None:
+    """Set the missing keys whose default on the run's device is not that of a CPU, and their origins."""
+    given, defaults = dict(target), defaults_of(schema)
+    for name, kind in field_types(schema).items():
+        key, inner, mark = _join(path, name), dataclass_in(kind), on_accelerator(kind)
+        if inner is not None:
+            section = target.get(
+                name, {} if defaults.get(name) is not None else None
+            )  # a section that is null by default stays null
+            if isinstance(section, dict):
+                _merge_by_device(section, inner, key, device, origins)
+                target |= {name: section} if section else {}
+        if mark is None or name in target or not (mark.applies is None or mark.applies(given)):
+            continue
+        if device() != CPU.name:
+            target[name] = _plain(mark.value)
+            origins[key] = f"{BY_DEVICE}{device()}: {mark.reason}"
 
 
 def _overlay(target: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ import inspect
 import itertools
 import math
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -40,6 +41,7 @@ __all__ = [
     "Len",
     "Lt",
     "NonNegative",
+    "OnAccelerator",
     "OptionOf",
     "Positive",
     "PositiveOrOff",
@@ -105,6 +107,25 @@ class OptionOf:
     """
 
     group: str
+
+
+@dataclass(frozen=True)
+class OnAccelerator:
+    """A key's default in a run on an accelerator, if it differs from the field's default, which is for a CPU.
+
+    Write ``packs: Annotated[bool, OnAccelerator(True, "padding takes as long as tokens")] = False``. The default is
+    chosen by ``placement.device`` when the config is composed, so a run's ``config.yaml`` holds the chosen value.
+
+    Attributes:
+        value: Default on every device except ``cpu``.
+        reason: Reason for the other default, shown by ``rollcast config`` and ``rollcast plan``.
+        applies: Function of the keys that the configuration sets in the section; False keeps the field's default, for
+            a key that excludes another one. None to always apply.
+    """
+
+    value: Any
+    reason: str
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.errors import ConfigError
@@ -19,6 +21,7 @@ __all__ = [
     "NPU",
     "XPU",
     "Device",
+    "configured_device",
     "collective_backend",
     "current_device",
     "device_count",
@@ -45,6 +48,8 @@ class Device:
         visibility: environment variables that select visible devices. The first one is set for a process that is
             assigned devices by number.
         hidden: environment variables that hide all devices of this kind from a process.
+        files: absolute glob patterns of device files on Linux. A machine where none exists has no such device, which
+            is then known without importing torch. Empty if torch has to be asked.
     """
 
     name: str
@@ -53,6 +58,13 @@ class Device:
     resource: str = ""
     visibility: tuple[str, ...] = ()
     hidden: Mapping[str, str] = field(default_factory=dict, hash=False)
+    files: tuple[str, ...] = ()
+
+    def may_exist(self) -> bool:
+        """Return False if the machine has no such device, judged by its files; does not import torch."""
+        if not self.files or sys.platform != "linux":
+            return True
+        return any(any(Path("/").glob(pattern.removeprefix("/"))) for pattern in self.files)
 
     def torch_module(self) -> Any:
         """Return torch's module of the device; None if torch has none or no such device is visible."""
@@ -69,9 +81,26 @@ CUDA = Device(  # ROCm too
     "GPU",
     ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+    ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvgpu*"),  # the last ones on Jetson
 )
-NPU = Device("npu", "torch.npu", "hccl", "NPU", ("ASCEND_RT_VISIBLE_DEVICES",), {"ASCEND_RT_VISIBLE_DEVICES": ""})
-XPU = Device("xpu", "torch.xpu", "xccl", "GPU", ("ONEAPI_DEVICE_SELECTOR",), {"ONEAPI_DEVICE_SELECTOR": "*:cpu"})
+NPU = Device(
+    "npu",
+    "torch.npu",
+    "hccl",
+    "NPU",
+    ("ASCEND_RT_VISIBLE_DEVICES",),
+    {"ASCEND_RT_VISIBLE_DEVICES": ""},
+    ("/dev/davinci*",),
+)
+XPU = Device(
+    "xpu",
+    "torch.xpu",
+    "xccl",
+    "GPU",
+    ("ONEAPI_DEVICE_SELECTOR",),
+    {"ONEAPI_DEVICE_SELECTOR": "*:cpu"},
+    ("/dev/dri/renderD*", "/dev/dxg"),
+)
 
 devices: Registry[Device] = Registry(
     "rollcast.devices", instance_of(Device), description="kinds of devices: variables, collective backend, torch module"
@@ -103,6 +132,19 @@ def find_device(name: str, requested_by: str = "placement.device") -> Device:
     if name not in devices:
         raise ConfigError(f"{requested_by} is {name!r}; valid: auto, {', '.join(devices.names())}")
     return devices.get(name)
+
+
+def configured_device(name: str) -> str:
+    """Return the kind of device that ``placement.device`` stands for, as :func:`find_device`.
+
+    Imports torch only for ``auto``, and only on a machine that may have an accelerator.
+
+    Raises:
+        ConfigError: no such device is registered.
+    """
+    if name == "auto" and not any(device.may_exist() for device in _accelerators()):
+        return CPU.name
+    return find_device(name).name
 
 
 def hide_accelerators() -> dict[str, str]:

@@ -158,6 +158,7 @@ class TrainingLayout:
         param_offload, optimizer_offload: True if weights, or optimizer state, are offloaded to host memory when not
             in use.
         activation_offload: True if activations are offloaded to host memory until the backward pass.
+        keeps_gradients: True if the memory of gradients stays allocated between updates.
         spreads_optimizer: True if the optimizer state is sharded over data-parallel ranks.
         splits_sequence: True if tensor-parallel ranks split the activations that tensor parallelism replicates.
         reshards: True if a layer's gathered weights are freed after its forward pass.
@@ -179,6 +180,7 @@ class TrainingLayout:
     param_offload: bool = False
     optimizer_offload: bool = False
     activation_offload: bool = False
+    keeps_gradients: bool = True
     spreads_optimizer: bool = False
     splits_sequence: bool = False
     reshards: bool = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.admission import AdmissionSettings, admissions
+from rollcast.contracts.config import flatten
 from rollcast.contracts.device import find_device
 from rollcast.contracts.storage import is_url
 from rollcast.errors import ConfigError
@@ -44,6 +46,20 @@ class Plan:
 
     sections: dict[str, list[Fact]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def add_device_defaults(self, config: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+        """Add a section with the keys whose default the run's device decided; none if there are no such keys.
+
+        Args:
+            config: the run's config.
+            reasons: dotted key → device and reason.
+        """
+        values = flatten(dict(config))
+        facts = [
+            Fact(key, values[key], f"{key}={_as_override(values[key])} (on {why})") for key, why in reasons.items()
+        ]
+        if facts:
+            self.sections["defaults of the device"] = facts
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON: section → key → value, and ``notes``."""
@@ -149,6 +165,10 @@ def _staleness_facts(trainer: LoopTrainer, algebra: BatchAlgebra) -> list[Fact]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else _plural(noun)}"
+
+
+def _as_override(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, str) else value
 
 
 def _plural(noun: str) -> str:

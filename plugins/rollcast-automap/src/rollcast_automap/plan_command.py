@@ -42,9 +42,11 @@ def plan(
     from rollcast_automap.plan import plan_run
     from rollcast_trainer.loop import build_loop_trainer
 
-    trainer = build_loop_trainer(compose(overrides or (), config_dir, needs_trainer=True))
+    composed = compose(overrides or (), config_dir, needs_trainer=True)
+    trainer = build_loop_trainer(composed)
     device_bytes = None if device_memory is None else int(device_memory * 2**30)
     found = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
+    found.add_device_defaults(composed.plain(), composed.by_device())
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:

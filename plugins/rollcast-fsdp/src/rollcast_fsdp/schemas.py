@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Positive, config
+from rollcast.contracts.config import Ge, OnAccelerator, Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["FsdpConfig"]
 
 Dtype = Literal["fp32", "bf16"]
+
+
+def _shares_no_prompts(given: Mapping[str, Any]) -> bool:
+    """Return False if the section sets `share_prompts`, which needs padded rows and the KV cache."""
+    return not given.get("share_prompts")
 
 
 @config
@@ -26,7 +32,7 @@ class FsdpConfig:
     """Ranks that share each sequence and split its attention heads; needs `use_remove_padding`."""
     model_dtype: Dtype = "fp32"
     """Dtype of stored weights, gradients and optimizer state."""
-    param_dtype: Dtype | None = None
+    param_dtype: Annotated[Dtype | None, OnAccelerator("bf16", "the speed of bf16, with fp32 master weights")] = None
     """Dtype of forward and backward; null for `model_dtype`."""
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced over the ranks; null for `fp32` if `param_dtype` is set, otherwise for
@@ -38,7 +44,9 @@ class FsdpConfig:
     """Keep the optimizer's state in host memory between updates; the first step of an update loads it, and the end of
     the update offloads it.
     """
-    enable_gradient_checkpointing: bool = False
+    enable_gradient_checkpointing: Annotated[
+        bool, OnAccelerator(True, "activations of long rows exceed a device's memory", _shares_no_prompts)
+    ] = False
     """Recompute activations in the backward pass."""
     enable_activation_offload: bool = False
     """Keep the forward's activations in host memory until the backward pass."""
@@ -48,7 +56,9 @@ class FsdpConfig:
     """
     forward_prefetch: bool = False
     """Gather the next layer's weights while a layer computes."""
-    use_remove_padding: bool = False
+    use_remove_padding: Annotated[
+        bool, OnAccelerator(True, "padding costs as much time as tokens", _shares_no_prompts)
+    ] = False
     """Pack a micro-batch's rows into one sequence without padding."""
     use_fused_kernels: bool = False
     """Compute log-probs by chunks of tokens, without full logits; the backward pass recomputes each chunk."""

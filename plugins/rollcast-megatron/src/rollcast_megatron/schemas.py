@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Positive, config
+from rollcast.contracts.config import Ge, OnAccelerator, Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
+
+_MEMORY = "activations of long rows exceed a device's memory"
+
+
+def _sets_no_recompute(given: Mapping[str, Any]) -> bool:
+    """Return True if the section sets none of the keys of recomputation, which only fit each other together."""
+    return not any(key.startswith("recompute_") for key in given)
 
 
 @config
@@ -36,19 +44,25 @@ class MegatronConfig:
     """Pack a micro-batch's rows into one sequence without padding."""
     use_distributed_optimizer: bool = True
     """Distribute the optimizer's state over the data-parallel (and context-parallel) ranks."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], OnAccelerator("bfloat16", "the speed of bfloat16, with a float32 optimizer")
+    ] = "float32"
     """Dtype of the weights; with `bfloat16`, gradients are summed and the optimizer computes in float32."""
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory between its steps."""
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[
+        Literal["full", "selective"] | None, OnAccelerator("full", _MEMORY, _sets_no_recompute)
+    ] = None
     """`full` recomputes whole layers in the backward pass, `selective` only attention; null keeps all activations."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[
+        Literal["uniform", "block"] | None, OnAccelerator("uniform", _MEMORY, _sets_no_recompute)
+    ] = None
     """For `full`: `uniform` recomputes all layers in units and keeps only the inputs of each unit; `block`
     recomputes the first layers of a stage.
     """
-    recompute_num_layers: Positive | None = None
+    recompute_num_layers: Annotated[Positive | None, OnAccelerator(1, _MEMORY, _sets_no_recompute)] = None
     """For `full`: number of layers per unit (`uniform`), or of first layers (`block`)."""
     router_aux_loss_coef: Annotated[float, Ge(0)] = 0.0
     """Coefficient of the load-balancing loss of the routers of a mixture of experts; 0 for none."""

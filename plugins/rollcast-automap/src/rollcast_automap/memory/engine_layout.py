@@ -34,6 +34,7 @@ class EngineLayout:
         state_shards: additional ranks over which the optimizer state is sharded.
         fused_logits: True if logits are computed by chunks of positions and never stored as a whole.
         reshards: True if a layer's gathered weights are freed after its forward pass.
+        keeps_gradients: True if the memory of gradients stays allocated between updates.
     """
 
     shards: int
@@ -53,6 +54,7 @@ class EngineLayout:
     state_shards: int = 1
     fused_logits: bool = False
     reshards: bool = True
+    keeps_gradients: bool = True
 
     @classmethod
     def of(cls, role: RoleSpec, mesh: Mesh, devices: int) -> EngineLayout:
@@ -83,6 +85,7 @@ class EngineLayout:
             state_shards=data if keeps.spreads_optimizer else 1,
             fused_logits=keeps.fused_logits,
             reshards=keeps.reshards,
+            keeps_gradients=keeps.keeps_gradients,
         )
 
     @property
@@ -102,6 +105,7 @@ def usual_layout(role: RoleSpec) -> TrainingLayout:
         shard_size=-1 if shards else 1,
         param_offload=role.offload,
         optimizer_offload=role.offload,
+        keeps_gradients=not shards,
         spreads_optimizer=not shards,
         splits_sequence=not shards,
     )
@@ -127,6 +131,7 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         computed_bytes=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
         sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
         activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
+        keeps_gradients=False,  # dropped when train mode ends; megatron-core keeps its buffers
         reshards=bool(getattr(engine, "reshard_after_forward", True)),
         fused_logits=fused,
         head_positions=getattr(engine, "log_probs_chunk_size", None) if fused else None,

@@ -169,7 +169,7 @@ def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[Memo
     kept = -(-parameters * state // layout.state_shards)
     return [
         MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload),
-        MemoryItem(f"{name}: gradients", parameters * gradient),
+        MemoryItem(f"{name}: gradients", parameters * gradient, "held" if layout.keeps_gradients else "update"),
         MemoryItem(f"{name}: optimizer state", kept, on_host=layout.optimizer_offload),
     ]
 
@@ -179,7 +179,7 @@ def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> list[M
     each = layout.shard(numbers) * 4
     return [
         MemoryItem(f"{name}: adapter", each),
-        MemoryItem(f"{name}: gradients", each),
+        MemoryItem(f"{name}: gradients", each, "held" if layout.keeps_gradients else "update"),
         MemoryItem(f"{name}: optimizer state", 2 * each),
     ]
 

@@ -262,7 +262,7 @@ def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMe
         if part == "parameters" and item.phase == "update":
             part = "gathered"  # a temporary copy; the role's own weights may stay on the device all the time
         sizes[part] = sizes.get(part, 0) + item.bytes
-        if item.on_host or item.phase == "generate":
+        if item.on_host or item.phase == "generate" or (part, item.phase) == ("gradients", "update"):
             visiting.add(part)
     # A part is offloaded as a whole, so an adapter counts as offloaded together with the base weights.
     return MemoryParts(
