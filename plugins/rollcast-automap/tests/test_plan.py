@@ -517,6 +517,15 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
         measure_model(ModelConfig(str(tmp_path)))
 
 
+def test_a_model_with_a_vision_tower_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path: .*model_type=qwen2_5_vl has a vision tower") as caught:
+        measure_model(ModelConfig(str(tmp_path)))
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (3 * 2**29, "1.5 GiB")])
 def test_sizes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text

@@ -114,7 +114,8 @@ def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
         key: config key of the model's folder, for messages.
 
     Raises:
-        ConfigError: the folder has no ``config.json``, or transformers knows no causal language model for it.
+        ConfigError: the folder has no ``config.json``, transformers knows no causal language model for it, or the model
+            has a vision tower.
     """
     import torch
     import transformers
@@ -126,11 +127,17 @@ def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
         raise ConfigError(f"{key}: {folder} {what}; give a Hugging Face model folder")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        if getattr(config, "vision_config", None) is not None:
+            raise ConfigError(
+                f"{key}: the memory of the model in {folder} cannot be counted: model_type={config.model_type} has a "
+                "vision tower, whose activations depend on the images"
+            )
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError, AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]  # transformers lists several hundred classes below
         raise ConfigError(
-            f"{key}: {folder / 'config.json'} does not describe a causal language model: {error}"
+            f"{key}: {folder / 'config.json'} does not describe a causal language model: {reason}"
         ) from error
     text: Any = config.get_text_config()
     heads = int(text.num_attention_heads)
