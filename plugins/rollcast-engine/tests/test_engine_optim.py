@@ -124,6 +124,25 @@ def test_wrong_values_are_refused(changes: dict[str, Any], message: str) -> None
         check_optim(build_section(OptimConfig, {"total_training_steps": 10, **changes}, "critic.optim"), "critic.optim")
 
 
+@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", True), ("meta", False)])
+def test_adamw_is_fused_where_the_device_has_it(device: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch's AdamW takes the options, because there need be no such device here."""
+    taken: dict[str, Any] = {}
+
+    class Parameter:
+        requires_grad = True
+
+        def __init__(self) -> None:
+            self.device = torch.device(device)
+
+    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: taken.update(options))
+    # With amsgrad torch makes the state itself, so nothing is allocated on the device.
+    build_optimizer([Parameter()], OptimConfig(optimizer_kwargs={"amsgrad": True}))  # type: ignore[list-item]
+    assert taken["fused"] is fused
+    build_optimizer([Parameter()], OptimConfig(optimizer_kwargs={"amsgrad": True, "fused": False}))  # type: ignore[list-item]
+    assert taken["fused"] is False
+
+
 def test_an_unknown_optimizer_is_refused_with_those_that_exist() -> None:
     with pytest.raises(PluginNotFoundError, match=r"adamm.*(?s:.)*adamw.*(?s:.)*sgd"):
         check_optim(OptimConfig(optimizer="adamm"))

@@ -410,6 +410,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
 
     def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None:
         atol = self.atol if atol is None else atol
+        given, expected = given.cpu(), expected.cpu()  # the inputs of a loss are on the engine's device
         torch.testing.assert_close(given, expected, rtol=self.rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
     def _same_weights(self, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

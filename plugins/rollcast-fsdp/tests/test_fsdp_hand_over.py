@@ -1,0 +1,86 @@
+"""Memory that a training phase leaves to the rollout on the same device, in bytes of the device's allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsdp_scenarios as scenarios
+import pytest
+import torch
+
+from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.cuda import needs_cuda
+from rollcast_testing.tiny import tiny_model_folder
+
+pytestmark = needs_cuda
+
+OFFLOADS = {"param_offload": True, "optimizer_offload": True}
+#: Tensors that stay on the device in any case: the model's buffers and the counts of steps.
+REST = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some 50 MB in float32, which stands out of the allocator's blocks of 2 MB."""
+    return tiny_model_folder(tmp_path_factory.mktemp("model") / "large", hidden=1024)
+
+
+def weight_bytes(engine: FsdpEngine) -> int:
+    return sum(each.numel() * each.element_size() for each in engine.module.parameters())
+
+
+def measure() -> tuple[int, int]:
+    """Return the bytes of tensors, and the bytes that are free for other processes."""
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+
+
+def test_gradients_and_activations_are_gone_after_training(large_folder: Path) -> None:
+    start = measure()[0]
+    engine = scenarios.build(scenarios.ALONE, large_folder, param_dtype="bf16")
+    built, free = measure()
+    size = weight_bytes(engine)
+    with engine.train_mode():
+        engine.train_batch(scenarios.share(scenarios.ALONE, [6]), scenarios.nll, scenarios.ForwardSettings())
+        within, _ = measure()
+    after, free_after = measure()
+    assert within - built >= size  # the gradients
+    assert after - built <= REST
+    # Weights and AdamW's two moments remain.
+    assert abs(after - start - 3 * size) <= 0.1 * size
+    # Cached blocks went back to the device. Libraries keep their handles and workspaces, which are not torch's.
+    assert free_after >= free - (512 << 20)
+    assert torch.cuda.memory_reserved() - after <= 64 << 20
+
+
+@pytest.mark.parametrize("keys", [OFFLOADS, {**OFFLOADS, "param_dtype": "bf16"}], ids=["plain", "mixed"])
+def test_an_offloading_engine_frees_its_state(keys: dict[str, object], large_folder: Path) -> None:
+    start = measure()[0]
+    engine = scenarios.build(scenarios.ALONE, large_folder, **keys)
+    size = weight_bytes(engine)
+    assert measure()[0] - start <= 0.05 * size + REST
+    expected = scenarios.weights(engine)
+    for _ in range(2):
+        with engine.train_mode():
+            loaded = measure()[0] - start
+            engine.train_batch(scenarios.share(scenarios.ALONE, [6]), scenarios.nll, scenarios.ForwardSettings())
+            trained = measure()[0] - start
+        assert loaded >= 0.95 * size
+        assert trained >= 2.9 * size  # weights and both moments
+        assert measure()[0] - start <= 0.05 * size + REST
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= start + 0.05 * size + (64 << 20)
+    moved = scenarios.weights(engine)
+    assert any(not torch.equal(moved[name], tensor) for name, tensor in expected.items())
+    assert measure()[0] - start <= 0.05 * size + REST
+
+
+def test_moving_to_the_host_and_back(large_folder: Path) -> None:
+    engine = scenarios.build(scenarios.ALONE, large_folder)
+    size, before = weight_bytes(engine), measure()[0]
+    weights = scenarios.weights(engine)
+    engine.to("cpu")
+    assert before - measure()[0] >= 0.95 * 3 * size
+    engine.to("cuda")
+    assert abs(measure()[0] - before) <= REST
+    assert all(torch.equal(weights[name], tensor) for name, tensor in scenarios.weights(engine).items())
