@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,22 @@ BENCHMARKS = (
 )
 #: Benchmarks that run only if they are named, because each takes more than ten minutes.
 LONG_BENCHMARKS = ("quickstart_seeds",)
+#: Parts of the session `gpu`, each within ten minutes: the files with their tests, which are marked `gpu`.
+GPU_PARTS = {
+    "engines": ["rollcast-fsdp/tests/test_fsdp_on_cuda.py", "rollcast-megatron/tests/test_megatron_on_cuda.py"],
+    "kernels": [
+        "rollcast-fsdp/tests/test_fsdp_devices.py",
+        "rollcast-megatron/tests/test_megatron_gpu_experts.py",
+        "rollcast-megatron/tests/test_megatron_meshes.py",
+    ],
+    "memory": ["rollcast-fsdp/tests/test_fsdp_hand_over.py", "rollcast-profiling/tests/test_profiler.py"],
+    "rollouts": ["rollcast-hf/tests/test_hf_on_cuda.py"],
+    "syncs": ["rollcast-serving/tests/test_weight_syncs.py", "rollcast-serving/tests/test_sync_conformance.py"],
+    "vllm": ["rollcast-vllm/tests/test_vllm_on_cuda.py"],
+    "sglang": ["rollcast-sglang/tests/test_sglang_on_cuda.py"],
+}
+#: The part of the session `gpu` that measures and tests nothing.
+GPU_BENCH = "bench"
 #: Requirements of verl's controller and algorithms; its other requirements are for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
@@ -253,9 +270,20 @@ def tests_trackers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device, with the versions that pip chooses."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
-    session.run("python", *PYTEST, "-m", "gpu", *session.posargs)
+    """Run the tests and the benchmark that need a CUDA device, or the parts named after `--`; pip chooses versions."""
+    parts, options = split_parts(session, *GPU_PARTS, GPU_BENCH)
+    if not has_device():
+        session.skip("this machine has no CUDA device (nvidia-smi lists none), and the session needs one")
+    for part in parts:
+        if f"rollcast-{part}" in ENGINES:
+            gpu_engine_tests(session, part, options)
+            continue
+        libraries = chain.from_iterable(TEST_LIBRARIES.values())
+        install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *libraries, pins=None)
+        if part == GPU_BENCH:
+            session.run("python", "tests/benchmarks/bench_device_step.py", *options)
+        else:
+            session.run("python", *PYTEST, "-m", "gpu", *gpu_files(part), *options)
 
 
 # -- Generated files -------------------------------------------------------------------------------------
@@ -349,6 +377,47 @@ def bench_peers(session: nox.Session) -> None:
             session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)
     if "trl" in names:
         session.run("python", "tests/benchmarks/bench_trl.py")
+
+
+def has_device() -> bool:
+    """Return True if the NVIDIA driver lists a device."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    found = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    return found.returncode == 0 and "GPU" in found.stdout
+
+
+def split_parts(session: nox.Session, *names: str) -> tuple[list[str], list[str]]:
+    """Return the parts named after `--`, by default all, and the options that follow them."""
+    options = list(session.posargs)
+    parts = []
+    while options and not options[0].startswith("-"):
+        parts.append(options.pop(0))
+    if unknown := set(parts) - set(names):
+        session.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return parts or list(names), options
+
+
+def gpu_files(part: str) -> list[str]:
+    """Return the files with the tests of a part of the session `gpu`."""
+    return [f"plugins/{file}" for file in GPU_PARTS[part]]
+
+
+def gpu_engine_tests(session: nox.Session, part: str, options: list[str]) -> None:
+    """Run a part whose engine has its own pins, in an environment of its own."""
+    name = f"rollcast-{part}"
+    environment(session)
+    python = Path(session.virtualenv.location) / part / "bin" / "python"
+    session.run("python", "-m", "venv", str(python.parents[1]))
+    names = requirements(name) | test_requirements(name) | requirements("rollcast-serving")
+    session.install("-q", "hatchling")  # builds the wheels
+    wheels = [str(wheel) for wheel in build_wheels(session, names)]
+    engine = project(DISTRIBUTIONS[name])["optional-dependencies"]["cuda"]
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    session.run_install(*pip, *engine, *wheels, *TEST_TOOLS, external=True)
+    session.run_install(*pip, "--no-deps", "--force-reinstall", *wheels, external=True)
+    session.run(str(python), *PYTEST, "-m", "gpu", *gpu_files(part), *options, external=True)
 
 
 def chosen(session: nox.Session, *names: str) -> list[str]:

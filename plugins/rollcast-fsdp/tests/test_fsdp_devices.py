@@ -198,9 +198,7 @@ def test_the_group_of_one_rank_uses_the_device_s_collectives(device: str, model_
 def test_ranks_over_nccl_train_as_one_does(size: int, model_folder: Path, ranks: Ranks) -> None:
     settings = ForwardSettings(micro_batch_size_per_gpu=2)
     alone = scenarios.train(ALONE, model_folder, [2 * size], settings=settings)
-    results = ranks.run(
-        scenarios.train, world_size=size, folder=model_folder, splits=[2] * size, settings=settings
-    )
+    results = ranks.run(scenarios.train, world_size=size, folder=model_folder, splits=[2] * size, settings=settings)
     for name, expected in alone["weights"].items():
         torch.testing.assert_close(results[0]["weights"][name], expected, rtol=1e-4, atol=1e-5)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_testing import WeightSyncSuite
+from rollcast_testing.cuda import on_cuda
 
 
 class TestSharedMemory(WeightSyncSuite):
@@ -25,9 +24,27 @@ class TestCollective(WeightSyncSuite):
     shares_connection = True
 
 
-@pytest.mark.gpu
+@on_cuda
 class TestCudaIpc(WeightSyncSuite):
     name = "cuda_ipc"
+    device = "cuda"
+
+
+@on_cuda
+class TestSharedMemoryFromCuda(WeightSyncSuite):
+    name = "shared_memory"
+    device = "cuda"
+
+
+@on_cuda
+class TestDiskFromCuda(WeightSyncSuite):
+    name = "disk"
+    device = "cuda"
+
+
+@on_cuda
+class TestDeltaFromCuda(WeightSyncSuite):
+    name = "delta"
     device = "cuda"
 
 

@@ -31,6 +31,7 @@ from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import collective, cuda_ipc, sending, shared_memory
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
+from rollcast_testing.cuda import needs_devices, on_cuda
 
 SYNCS = ["shared_memory", "cuda_ipc", "collective", "disk", "delta"]
 
@@ -579,8 +580,7 @@ def read_elsewhere(source: Any, results: Any) -> None:
     results.put(tally.report(1))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_cuda
 def test_another_process_reads_the_device_s_memory() -> None:
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -601,4 +601,35 @@ def test_another_process_reads_the_device_s_memory() -> None:
     assert torch.cuda.memory_allocated() - before <= 2 * (
         sum(t.numel() * t.element_size() for _, t in engine.named) + 64
     )
+    sync.close()
+
+
+def receive_elsewhere(source: Any, results: Any, visible: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible  # read when CUDA starts, which it has not in this process
+    tally = WeightTally(weight_syncs.get("collective").open(source))
+    for _ in tally:
+        pass
+    results.put(tally.report(1))
+
+
+@pytest.mark.parametrize(
+    ("device", "visible"), [("cpu", ""), pytest.param("cuda", "1", marks=needs_devices(2))], ids=["gloo", "nccl"]
+)
+def test_a_collective_reaches_another_process(device: str, visible: str) -> None:
+    """Over NCCL the receiver has a device of its own, because NCCL refuses two ranks on one."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+
+    class Elsewhere(KeepingTarget):
+        def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+            process = context.Process(target=receive_elsewhere, args=(source, results, visible))
+            process.start()
+            report = results.get(timeout=120)
+            process.join(60)
+            return report
+
+    engine = ListEngine([(name, tensor.to(device)) for name, tensor in many_tensors()])
+    sync = make("collective", engine, [Elsewhere()], timeout_s=120.0)
+    (report,) = asyncio.run(sync.sync(1))  # the sync holds its checksums against what was sent
+    assert report.tensors == len(engine.named)
     sync.close()

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from vllm_tools import kill
 
 from rollcast.contracts.rollout import BaseRollout
 from rollcast_serving.in_flight import hold_requests
@@ -13,11 +12,6 @@ from rollcast_testing.rollout import RolloutSuite
 from rollcast_vllm.rollout import VllmRollout
 
 pytest.importorskip("vllm")
-
-
-def kill(rollout: Any) -> None:
-    for pid in rollout.process_ids:
-        os.kill(pid, signal.SIGKILL)
 
 
 class TestVllm(RolloutSuite):

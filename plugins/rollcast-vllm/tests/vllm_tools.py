@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ TOLERANCE = 1e-4
 def build(folder: Path, **keys: Any) -> VllmRollout:
     config = VllmRolloutConfig(**{"kv_cache_memory_bytes": 64 << 20, **keys})
     return VllmRollout(RolloutSetup(config, str(folder), seed=3, pad_token_id=PAD, eos_token_id=EOS))
+
+
+def kill(rollout: VllmRollout) -> None:
+    for pid in rollout.process_ids:
+        os.kill(pid, signal.SIGKILL)
 
 
 class FolderBuckets:

@@ -8,12 +8,13 @@ Example::
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
-Test = TypeVar("Test")
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 __all__ = ["DEVICES", "needs_cuda", "needs_devices", "on_cuda"]
 
@@ -33,6 +34,5 @@ DEVICES = ("cpu", pytest.param("cuda", marks=needs_cuda))
 
 def on_cuda(test: Test) -> Test:
     """Mark one test as :data:`needs_cuda`."""
-    for mark in needs_cuda:
-        test = mark(test)
-    return test
+    gpu, skip = needs_cuda
+    return skip(gpu(test))
