@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from trainer_tools import SmallTask, before_stage, launch, read_metrics
 from rollcast.config import compose
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_hf.rollout import HfRollout
 from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.rollouts_beside import age_metrics
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoConfig
+from rollcast_trainer.stages.policy_gap import precision_differs
 
 pytestmark = pytest.mark.long
 
@@ -155,3 +159,30 @@ def test_tokens_that_may_be_older_are_corrected_by_default(small_task: SmallTask
     assert weights in columns("trainer.max_staleness=1")
     assert weights not in columns("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=null")
     assert weights not in columns("trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
+
+
+def test_tokens_of_another_precision_are_corrected_by_default(small_task: SmallTask, tmp_path: Path) -> None:
+    def run(*changes: str) -> TrainingRun:
+        config = compose(small_task.ppo(tmp_path, *changes)).config
+        return PpoTrainer(TaskRunner(config, PpoConfig)).run
+
+    weights = "rollout_is_weights"
+    assert weights not in run("actor.engine.param_dtype=bf16").columns_read  # the rollout uses the actor's module
+    beside = run(*BESIDE)
+    assert not precision_differs(beside.task)
+    assert weights in run(*BESIDE, "actor.engine.param_dtype=bf16").columns_read
+    given = ["actor.engine.param_dtype=bf16", "algorithm.rollout_correction.rollout_is=null"]
+    assert weights not in run(*BESIDE, *given).columns_read
+
+
+def test_eight_bit_weights_are_corrected_by_default(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(small_task.ppo(tmp_path, *BESIDE, "rollout.quantization=fp8")).config
+    with pytest.raises(CapabilityError, match=r"rollout\.quantization is fp8, but rollout\.name=hf cannot round"):
+        TaskRunner(config, PpoConfig)
+    able = replace(HfRollout.capabilities, quantization=frozenset({"fp8"}))
+    monkeypatch.setattr(HfRollout, "capabilities", able)
+    runner = TaskRunner(config, PpoConfig)
+    assert "rollout_is_weights" in PpoTrainer(runner).run.columns_read
+    assert runner.rollout_dtype == runner.engine_class.compute_dtype(runner.engine)  # the quantization alone differs

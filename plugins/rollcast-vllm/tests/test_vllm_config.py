@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import starts_without_weights
 from rollcast_testing.tiny import tiny_model_folder
-from rollcast_vllm import environment, rollout
+from rollcast_vllm import engine_args, environment, rollout
 from rollcast_vllm.rollout import VllmRollout
 from rollcast_vllm.schemas import VllmRolloutConfig
 
@@ -116,3 +118,38 @@ def test_capabilities_are_known_without_vllm(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert rollout.VllmRollout.capabilities.lora
     assert rollout.VllmRollout.capabilities.releases_memory
+
+
+@dataclasses.dataclass
+class EngineArgs:
+    """vLLM's argument of the key, and any other that rollcast gives."""
+
+    quantization: str | None = None
+
+
+def test_quantization_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    library = ModuleType("vllm")
+    library.AsyncEngineArgs = EngineArgs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setattr(EngineArgs, "__init__", lambda self, **values: given.update(values))
+    folder = tiny_model_folder(tmp_path / "model")
+    monkeypatch.setattr(engine_args, "has_gpu", lambda: True)
+    engine_args.build_engine_args(make_setup(folder, quantization="fp8"))
+    assert given["quantization"] == "fp8"
+    given.clear()
+    engine_args.build_engine_args(make_setup(folder))
+    assert "quantization" not in given
+    engine_args.build_engine_args(make_setup(folder, engine_kwargs={"quantization": "awq"}))  # of a judge, say
+    assert given["quantization"] == "awq"
+    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.quantization: set rollout\.quantization instead"):
+        engine_args.build_engine_args(make_setup(folder, quantization="fp8", engine_kwargs={"quantization": "awq"}))
+    monkeypatch.setattr(engine_args, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is fp8, but vLLM has no such kernels for a CPU"):
+        engine_args.build_engine_args(make_setup(folder, quantization="fp8"))
+
+
+def test_other_quantizations_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization must be fp8 or null, got 'awq'"):
+        build_section(VllmRolloutConfig, OmegaConf.create({"quantization": "awq"}), "rollout")
+    assert VllmRollout.capabilities.quantization == {"fp8"}

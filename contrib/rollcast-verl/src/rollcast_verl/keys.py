@@ -293,7 +293,7 @@ def _rollout() -> list[Rule]:
             "gpu_memory_utilization",
         ),
         *("enforce_eager", "free_cache_engine", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-        *("enable_prefix_caching", "dtype", "load_format", "repetition_penalty"),
+        *("enable_prefix_caching", "dtype", "load_format", "repetition_penalty", "quantization"),
     )
     same_file = "same file format; "
     turns = {
@@ -358,7 +358,6 @@ def _rollout() -> list[Rule]:
             f"{_R}.pipeline_model_parallel_size",
             f"{_R}.scheduling_policy",
             f"{_R}.disable_log_stats",
-            f"{_R}.quantization",
             f"{_R}.quantization_config_file",
             f"{_R}.engine_kwargs.*",
             f"{_R}.limit_images",

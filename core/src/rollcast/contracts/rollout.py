@@ -70,6 +70,7 @@ class RolloutCapabilities:
         multi_modal: True if requests may have ``multi_modal_data``.
         routing_replay: True if sequences of a mixture of experts have ``routed_experts`` on request
             (``rollout.enable_rollout_routing_replay``).
+        quantization: values of ``rollout.quantization`` with which the rollout computes, and takes weight updates.
         max_world_size: largest number of processes of the rollout's pool; None for no limit.
         sampling: optional fields of :class:`SamplingParams` that the rollout applies: ``min_p``,
             ``repetition_penalty``, ``logit_bias``. A request that sets a field not listed here is rejected.
@@ -86,6 +87,7 @@ class RolloutCapabilities:
     continuous_batching: bool = True
     multi_modal: bool = False
     routing_replay: bool = False
+    quantization: frozenset[str] = frozenset()
     max_world_size: int | None = None
     sampling: frozenset[str] = frozenset()
 

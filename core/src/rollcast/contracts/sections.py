@@ -118,7 +118,8 @@ class CanaryConfig:
     """Number of tokens by which the prompt is continued."""
     tolerance: Annotated[float, Ge(0)] | None = None
     """Largest allowed difference of a log-prob; null for 0.05 if actor and rollout both compute in float32 or float16,
-    and 0.2 if one computes in bfloat16, or in a dtype that is unknown before the start."""
+    0.2 if one computes in bfloat16, or in a dtype that is unknown before the start, and 1 with
+    `rollout.quantization`."""
 
 
 @config
@@ -159,6 +160,9 @@ class RolloutConfig:
     run, `clamp` shortens the response. A prompt that leaves no position is always refused."""
     tensor_model_parallel_size: Positive = 1
     """Devices per replica."""
+    quantization: Literal["fp8"] | None = None
+    """Precision to which the engine rounds the weights of linear layers as they arrive; null for none. Their log-probs
+    then differ from the actor's, so `algorithm.rollout_correction.rollout_is=auto` weights tokens."""
     update_weights_bucket_megabytes: Positive = 64
     """Size of the largest bucket of weights in flight, in MiB."""
     update_in_flight: Literal["continue", "finish", "interrupt"] = "continue"

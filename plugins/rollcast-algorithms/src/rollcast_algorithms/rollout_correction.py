@@ -129,7 +129,7 @@ def correct_rollout(
     Raises:
         ValueError: the columns do not match, or a level, rule or threshold is invalid.
     """
-    config = config.resolved(is_stale=False)
+    config = config.resolved(is_off_policy=False)
     ratios = LogRatios.of(old_log_probs, rollout_log_probs, response_mask)
     metrics = _gap_metrics(ratios)
     inside = response_mask.values.bool()

@@ -15,8 +15,9 @@ class RolloutCorrectionConfig:
     """Correction for the gap between rollout and training policy. Names are verl's where verl has the key."""
 
     rollout_is: str | None = "auto"
-    """Importance weights per `token` or per `sequence`; null for none. `auto` is `token` if rollouts may be older than
-    the step that trains on them (`trainer.max_staleness`) and `bypass_mode` is off, else none."""
+    """Importance weights per `token` or per `sequence`; null for none. `auto` is `token` if `bypass_mode` is off, and
+    rollouts may be older than the step that trains on them (`trainer.max_staleness`) or compute in another precision
+    than the actor (`rollout.quantization`, `rollout.dtype`); else none."""
     rollout_is_threshold: Any = 2.0
     """Upper bound of the importance weights (`2.0`, truncation), or both bounds outside which they are zero
     (`[0.5, 5.0]` or `0.5_5.0`, IcePop)."""
@@ -37,15 +38,16 @@ class RolloutCorrectionConfig:
     bypass_check_freq: Positive = 10
     """Largest number of steps between two measurements of the gap, with `bypass_max_kl`."""
 
-    def resolved(self, is_stale: bool) -> RolloutCorrectionConfig:
+    def resolved(self, is_off_policy: bool) -> RolloutCorrectionConfig:
         """Return the config with ``auto`` replaced by its meaning.
 
         Args:
-            is_stale: True if tokens may be older than the step that trains on them.
+            is_off_policy: True if tokens may be older than the step that trains on them, or are sampled in another
+                precision.
         """
         if self.rollout_is != "auto":
             return self
-        return replace(self, rollout_is="token" if is_stale and not self.bypass_mode else None)
+        return replace(self, rollout_is="token" if is_off_policy and not self.bypass_mode else None)
 
 
 @config

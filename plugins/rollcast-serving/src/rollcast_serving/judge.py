@@ -16,6 +16,7 @@ from rollcast import build_section
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
 from rollcast.errors import CapabilityError, ConfigError
+from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import check_sampling, configured_sampling
@@ -68,6 +69,7 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     built: Any = build_section(rollout_class.config_schema, given, _SECTION, closed=True)
     capabilities = rollout_class.capabilities
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
+    check_quantization(built, rollout_class, _SECTION)
     if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
         size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
         raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; remove the key")

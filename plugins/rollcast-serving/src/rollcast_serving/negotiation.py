@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
+from rollcast.contracts.sections import RolloutConfig
 from rollcast.errors import CapabilityError, ConfigError, PluginError
 from rollcast_serving.weight_sync import WeightSyncCapabilities, weight_syncs
 
-__all__ = ["Choice", "check_choice", "check_places", "check_replica_nodes", "check_world_sizes"]
+__all__ = ["Choice", "check_choice", "check_places", "check_quantization", "check_replica_nodes", "check_world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,22 @@ def check_choice(choice: Choice, engine_class: type[BaseEngine], rollout_class: 
     nearest = next(_working(choice, engine, rollout), None)
     help_text = "no installed alternative works" if nearest is None else f"this would work: {nearest}"
     raise CapabilityError(f"{choice}: {problem}; {help_text}")
+
+
+def check_quantization(config: RolloutConfig, rollout_class: type[BaseRollout], section: str = "rollout") -> None:
+    """Check that a rollout can quantize as the key ``quantization`` of its section asks.
+
+    Raises:
+        CapabilityError: it cannot.
+    """
+    asked = config.quantization
+    if asked is None or asked in rollout_class.capabilities.quantization:
+        return
+    has = ", ".join(sorted(rollout_class.capabilities.quantization)) or "none"
+    raise CapabilityError(
+        f"{section}.quantization is {asked}, but {section}.name={config.name} cannot round the weights that it "
+        f"receives (capabilities.quantization: {has}); set it to null, or use rollout=vllm"
+    )
 
 
 def _problem(

@@ -24,8 +24,9 @@ __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 
 logger = logging.getLogger(__name__)
 _MODEL = ("prompts", "responses", "response_mask")
-#: Tolerance of the canary if both dtypes round to 11 bits or more, and if one is coarser or unknown.
-_FINE, _COARSE = 0.05, 0.2
+#: Tolerance of the canary if both dtypes round to 11 bits or more, if one is coarser or unknown, and for weights of 8
+#: bits, whose log-probs no run has measured yet.
+_FINE, _COARSE, _EIGHT_BITS = 0.05, 0.2, 1.0
 _FINE_DTYPES = frozenset({"float64", "float32", "float16"})
 
 
@@ -101,7 +102,7 @@ class Canary:
         prompt_ids: token ids of the prompt.
         sampling: sampling parameters, with the temperature at which the actor computes log-probs.
         config: switch of the check, and its tolerance.
-        actor_dtype, rollout_dtype: dtypes in which both sides compute; None if unknown.
+        actor_dtype, rollout_dtype: dtypes in which both sides compute, or the rollout's quantization; None if unknown.
     """
 
     prompt_ids: Sequence[int]
@@ -115,6 +116,8 @@ class Canary:
         """Maximum difference of a log-prob: the config's value, or the default for the coarser dtype."""
         if self.config.tolerance is not None:
             return self.config.tolerance
+        if self.rollout_dtype == "fp8":
+            return _EIGHT_BITS
         return _FINE if {self.actor_dtype, self.rollout_dtype} <= _FINE_DTYPES else _COARSE
 
     def describe_tolerance(self) -> str:

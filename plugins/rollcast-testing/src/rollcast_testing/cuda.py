@@ -35,4 +35,5 @@ DEVICES = ("cpu", pytest.param("cuda", marks=needs_cuda))
 def on_cuda(test: Test) -> Test:
     """Mark one test as :data:`needs_cuda`."""
     gpu, skip = needs_cuda
-    return skip(gpu(test))
+    marked: Test = skip(gpu(test))
+    return marked

@@ -27,7 +27,8 @@ def build_engine_args(setup: RolloutSetup) -> Any:
     """Return vLLM's ``AsyncEngineArgs`` for a rollout.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has a key that vLLM does not know or that rollcast sets, or vLLM rejects a value.
+        ConfigError: ``engine_kwargs`` has a key that vLLM does not know or that rollcast sets, vLLM rejects a value, or
+            ``quantization`` is set on a CPU.
     """
     from vllm import AsyncEngineArgs
 
@@ -42,6 +43,10 @@ def build_engine_args(setup: RolloutSetup) -> Any:
 def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
     config: VllmRolloutConfig = setup.config
     gpu = has_gpu()
+    if config.quantization is not None and not gpu:
+        raise ConfigError(
+            f"rollout.quantization is {config.quantization}, but vLLM has no such kernels for a CPU; set it to null"
+        )
     kv_cache = config.kv_cache_memory_bytes
     values = {
         "model": setup.model_path,
@@ -69,6 +74,8 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if config.quantization is not None:
+        values["quantization"] = config.quantization
     if config.use_request_seeds and not gpu:
         # With chunked prefill, an incomplete prompt samples a token that is discarded, and vLLM 0.32 crashes when it
         # has to rewind a CPU's random numbers for it.

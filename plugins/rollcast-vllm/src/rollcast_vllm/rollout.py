@@ -89,6 +89,7 @@ class VllmRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
+        quantization=frozenset({"fp8"}),
         sampling=OPTIONAL_SAMPLING,
     )
     config_schema: ClassVar[type] = VllmRolloutConfig

@@ -36,7 +36,7 @@ from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
-from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
+from rollcast_serving.negotiation import Choice, check_choice, check_places, check_quantization, check_world_sizes
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
@@ -107,6 +107,7 @@ class TaskRunner:
         self.judge: CommandJudge | None = None
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
+        check_quantization(self.rollout, self.rollout_class)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
             check_sampling(key, configured_sampling(self.rollout, 1, validation), self.rollout_class.capabilities)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
@@ -572,7 +573,8 @@ class TaskRunner:
         )
         ids = [size * (place + 1) // (count + 1) for place in range(count)]
         actor = self.engine_class.compute_dtype(self.engine)
-        return Canary(ids, sampling, self.rollout.canary, actor, self.rollout_dtype)
+        rollout = self.rollout.quantization or self.rollout_dtype
+        return Canary(ids, sampling, self.rollout.canary, actor, rollout)
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of all trackers and plugins."""

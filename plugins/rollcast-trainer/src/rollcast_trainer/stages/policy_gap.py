@@ -8,6 +8,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
+from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "correction_columns",
     "correction_of",
     "log_prob_metrics",
+    "precision_differs",
     "rollout_log_probs_serve",
     "routes_of",
 ]
@@ -25,9 +27,25 @@ KEPT = "kept_mask"
 
 
 def correction_of(run: TrainingRun) -> RolloutCorrectionConfig:
-    """Return the run's correction; if rollouts may be older than their step, it weights their tokens by default."""
+    """Return the run's correction; by default it weights tokens that may be older than their step, or that the rollout
+    samples in another precision than the actor's.
+    """
     config: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-    return config.rollout_correction.resolved(is_stale=run.max_staleness > 0)
+    return config.rollout_correction.resolved(is_off_policy=run.max_staleness > 0 or precision_differs(run.task))
+
+
+def precision_differs(task: TaskRunner) -> bool:
+    """Return True if replicas are known to compute in another precision than the actor.
+
+    A dtype that only the engine knows does not count: the weights then arrive in the actor's.
+    """
+    if not task.uses_replicas:
+        return False
+    # vLLM and SGLang both call their own option so.
+    engine_option = getattr(task.rollout, "engine_kwargs", {}).get("quantization")
+    if task.rollout.quantization is not None or engine_option is not None:
+        return True
+    return task.rollout_dtype not in (None, task.engine_class.compute_dtype(task.engine))
 
 
 def acts(config: RolloutCorrectionConfig) -> bool:
