@@ -131,11 +131,12 @@ class MegatronEngine(TorchEngine):
         self._offload()
 
     def _build_tape(self) -> RouterTape | None:
-        if self.plan.map.mixture is None:
+        mixture, config = self.plan.map.mixture, self.config
+        if mixture is None:
             return None
         from rollcast_megatron.router import attach_tape
 
-        return attach_tape(self.stage, self.plan, self.config.router_aux_loss_coef, self.config.sequence_parallel)
+        return attach_tape(self.stage, mixture, self.mesh, config.router_aux_loss_coef, config.sequence_parallel)
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

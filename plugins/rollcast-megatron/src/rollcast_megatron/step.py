@@ -188,5 +188,5 @@ def _routing(
         return nullcontext()
     from rollcast_megatron.router import stage_tokens
 
-    tokens = stage_tokens(micro, inputs, work.model_plan, work.is_sequence_parallel, work.denominators.sequences)
+    tokens = stage_tokens(micro, inputs, work.model_plan.mesh, work.is_sequence_parallel, work.denominators.sequences)
     return tape.forward(tokens, 1.0 if torch.is_grad_enabled() else None)
