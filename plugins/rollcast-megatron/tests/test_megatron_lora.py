@@ -246,3 +246,18 @@ def test_targets_that_cannot_be_adapted_are_named(
     for text in texts:
         assert text.startswith("ConfigError: model.target_modules=")
         assert re.search(message, text), text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_adapter_on_a_device(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    """The adapter's layers compute what the weights do into which it is merged, also beside Transformer Engine's."""
+    engine = scenarios.build(ALONE, model_of(), lora=lora.LORA, dtype="bfloat16", **PACKED)
+    before = scenarios.infer(engine)["log_probs"]
+    for seed in range(3):
+        scenarios.step(engine, seed)
+    after = scenarios.infer(engine)["log_probs"]
+    assert not torch.allclose(after, before, atol=0.1)
+    engine.export(tmp_path / "hf")
+    merged = scenarios.build(ALONE, tmp_path / "hf", dtype="bfloat16", **PACKED)
+    torch.testing.assert_close(scenarios.infer(merged)["log_probs"], after, rtol=0, atol=0.05)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
     from rollcast.contracts.weights import AdapterWeights
     from rollcast_engine.routing import RouterTape
+    from rollcast_engine.weights import WeightFolder
     from rollcast_megatron.lora import AdapterPlan, StageAdapter
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
@@ -131,19 +132,20 @@ class MegatronEngine(TorchEngine):
             load_folder(self.plan, parameters, self.shapes, folder)
         else:
             load_random(self.plan, parameters, self.shapes, setup.seed, model_map.transformer["init_method_std"])
-        self._attach_adapter()
-        if self.adapter is not None and folder is not None:
-            self.adapter.adapter.base_fingerprint = folder.fingerprint()
+        self._attach_adapter(folder)
         self.runner = self.stage.eval()
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
 
-    def _attach_adapter(self) -> None:
+    def _attach_adapter(self, folder: WeightFolder | None) -> None:
         setup = self.setup
-        if setup.model.trains_adapter:
-            self.adapter = plan_adapter(self.plan, setup.model, self.plan.is_value_model, setup.seed)
-            adapt_stage(self.stage, self.adapter, self.device)
+        if not setup.model.trains_adapter:
+            return
+        self.adapter = plan_adapter(self.plan, setup.model, setup.seed)
+        if folder is not None:
+            self.adapter.adapter.base_fingerprint = folder.fingerprint()
+        adapt_stage(self.stage, self.adapter, self.device)
 
     def _build_tape(self) -> RouterTape | None:
         if self.plan.map.mixture is None:
@@ -463,13 +465,11 @@ class MegatronEngine(TorchEngine):
         try:
             folder = open_folder(Path(self.setup.model.path))
             load_folder(self.plan, dict(self.stage.named_parameters()), self.shapes, folder)
-            self._attach_adapter()
+            self._attach_adapter(folder)
         except ConfigError as error:
             raise CheckpointError(
                 f"the checkpoint contains an adapter, but its model cannot be built: {error}"
             ) from error
-        if self.adapter is not None:
-            self.adapter.adapter.base_fingerprint = folder.fingerprint()
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of the batch shard that this rank works on, together with its copy of the model."""

@@ -8,7 +8,7 @@ is whole on each rank. Ranks exchange only A's output, which has ``r`` numbers p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rollcast_megatron.maps import Split, Weight
 from rollcast_megatron.weights import Shapes, gather
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
     from rollcast.contracts.engine import ModelConfig
@@ -71,9 +72,10 @@ class AdapterPlan:
 
     def gather(self, stage: DecoderModel) -> dict[str, Tensor]:
         """Return the whole matrices by name, on every rank; all ranks must call."""
-        parameters = {f"adapter.{key}": value for key, value in stage.adapter.named_parameters()}
-        # Gathered matrices are valid until the next ones arrive.
+        own = {placed.weight.names[0] for placed in self.own_weights()}
+        parameters = {name: value for name, value in stage.named_parameters() if name in own}
         found = gather(self.plan, parameters, self.shapes, weights=self.weights())
+        # Matrices that this rank holds whole are its parameters, which later steps change.
         return {name: tensor.clone() for name, tensor in found}
 
     def gather_weights(self, stage: DecoderModel) -> AdapterWeights:
@@ -91,14 +93,14 @@ class AdapterPlan:
             yield name, tensor if pair is None else merge_pair(tensor, whole[pair.a], whole[pair.b], pair.scaling)
 
 
-def plan_adapter(plan: Plan, model: ModelConfig, is_value_model: bool, seed: int) -> AdapterPlan:
+def plan_adapter(plan: Plan, model: ModelConfig, seed: int) -> AdapterPlan:
     """Return the distribution of the adapter that the model's keys describe.
 
     Raises:
         ConfigError: PEFT is not installed, ``model.target_modules`` selects layers that cannot be adapted, or a
             pipeline stage has no adapted layer.
     """
-    skeleton = build_skeleton(model, "value_model" if is_value_model else "language_model", torch.float32)
+    skeleton = build_skeleton(model, "value_model" if plan.is_value_model else "language_model", torch.float32)
     adapter = attach_adapter(skeleton, model, seed)
     shapes = {name: each.shape for name, each in skeleton.named_parameters() if adapter.owns(name)}
     left = set(adapter.pairs)
@@ -141,7 +143,7 @@ def adapt_stage(stage: DecoderModel, adapter_plan: AdapterPlan, device: torch.de
     for layer in adapter_plan.layers:
         if layer.stage == adapter_plan.plan.mesh.pipeline_rank:
             linear = stage.get_submodule(find_name(layer, parameters).removesuffix(".weight"))
-            linear.register_forward_hook(_Hook(bank, layer, adapter_plan, parameters))
+            linear.register_forward_hook(_Hook(bank, layer, adapter_plan, parameters, stage.config))
     stage.adapter = bank
     if stage.pre_process and stage.config.recompute_granularity == "full":
         # A recomputed layer has gradients only if its input requires one, and a frozen embedding's output does not.
@@ -219,13 +221,19 @@ class _Hook:
     """Forward hook that adds the adapter's output to that of a linear layer of megatron-core."""
 
     def __init__(
-        self, bank: StageAdapter, layer: Placed, adapter_plan: AdapterPlan, parameters: Mapping[str, Tensor]
+        self,
+        bank: StageAdapter,
+        layer: Placed,
+        adapter_plan: AdapterPlan,
+        parameters: dict[str, Tensor],
+        config: TransformerConfig,
     ) -> None:
+        self._is_sequence_parallel = config.sequence_parallel
         self._bank, self._layout = bank, layer.weight.layout
         self._pairs = adapter_plan.pairs(layer)
         mesh = adapter_plan.plan.mesh
         self._ranks, self._group = mesh.tensor_size, mesh.tensor_group
-        self._parameter = parameters[find_name(layer, dict(parameters))]
+        self._parameter = parameters[find_name(layer, parameters)]
         self._splits_rows = layer.weight.layout.dim == 0
 
     def __call__(self, module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -233,28 +241,27 @@ class _Hook:
             return None
         result, bias = output
         low = nn.functional.linear(_normalized(module, inputs[0]).float(), self._down())
-        added = nn.functional.linear(self._exchange(low, module), self._up())
+        added = nn.functional.linear(self._exchange(low), self._up())
         return result + added.to(result.dtype), bias
 
     def _down(self) -> Tensor:
         """Return A of all pairs of this layer, one below the other."""
         return torch.cat([self._bank.matrix(pair.a) for pair in self._pairs if pair is not None])
 
-    def _exchange(self, low: Tensor, module: Any) -> Tensor:
+    def _exchange(self, low: Tensor) -> Tensor:
         """Return A's output for all positions that B needs: of the whole input, if ranks split its columns."""
         from megatron.core import tensor_parallel as tp
 
-        is_sequence_parallel = module.config.sequence_parallel
         if self._splits_rows:
             exchange = (
                 tp.gather_from_sequence_parallel_region
-                if is_sequence_parallel
+                if self._is_sequence_parallel
                 else tp.copy_to_tensor_model_parallel_region
             )
         else:
             exchange = (
                 tp.reduce_scatter_to_sequence_parallel_region
-                if is_sequence_parallel
+                if self._is_sequence_parallel
                 else tp.reduce_from_tensor_model_parallel_region
             )
         exchanged: Tensor = exchange(low, group=self._group)
