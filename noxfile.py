@@ -44,6 +44,8 @@ TEST_LIBRARIES = {
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
+    "rollcast-vision": ["pillow"],
+    "rollcast-quickstart": ["pillow"],
 }
 #: What an editable installation of every distribution needs beside their requirements.
 EDITABLE_TOOLS = [*TEST_TOOLS, *REPOSITORY_TOOLS, "editables", *chain.from_iterable(TEST_LIBRARIES.values())]

@@ -247,7 +247,7 @@ def test_targets_that_cannot_be_adapted_are_named(model_folder: Path, targets: A
 
 def test_without_peft_the_extra_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rollcast-fsdp\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'rollcast-engine\[lora\]'"):
         lora.build(ALONE, model_folder)
 
 

@@ -42,10 +42,11 @@ def build(
     model_type: ModelType = "language_model",
     trained: bool = True,
     random_init: bool = False,
+    lora: dict[str, Any] | None = None,
     **keys: Any,
 ) -> MegatronEngine:
     gc.collect()
-    model = ModelConfig(path=str(folder), random_init=random_init)
+    model = ModelConfig(path=str(folder), random_init=random_init, **(lora or {}))
     optim = OPTIM if trained else None
     engine = MegatronEngine(EngineSetup(model_type, model, MegatronConfig(**keys), optim, context, seed=3))
     engine.initialize()

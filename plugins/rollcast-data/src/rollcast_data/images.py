@@ -12,7 +12,6 @@ from rollcast_data.schemas import DataConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollcast_data.encoding import Ids
 
 __all__ = ["MARK", "expand_images", "has_images", "split_images"]
 
@@ -82,10 +81,10 @@ def split_images(row: Row, config: DataConfig) -> tuple[list[dict[str, Any]], tu
 
 def expand_images(
     rows: Sequence[Row],
-    prompts: Sequence[Ids],
+    prompts: Sequence[Sequence[int]],
     images: Mapping[int, tuple[bytes, ...]],
     tokenizer: PreTrainedTokenizerBase,
-) -> list[Ids]:
+) -> list[Sequence[int]]:
     """Return the ids of all prompts, with each image's placeholder once per token of the image.
 
     Args:

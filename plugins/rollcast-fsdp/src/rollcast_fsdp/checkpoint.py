@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ModelType
-    from rollcast_fsdp.lora import Adapter
+    from rollcast_engine.lora import Adapter
 
 __all__ = ["EngineState", "load", "read_tensors", "save", "start_save"]
 

@@ -20,6 +20,7 @@ from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.images import MicroImages
 from rollcast_engine.keys import naming_keys
+from rollcast_engine.lora import require_adapter
 from rollcast_engine.optim import build_optimizer, set_lr
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
@@ -29,7 +30,6 @@ from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
 from rollcast_fsdp.exporting import export_checkpoint, export_live
 from rollcast_fsdp.kernels import apply_liger, compile_layers, without_compile
-from rollcast_fsdp.lora import require_adapter
 from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import BaseModelReference, Reference
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig
     from rollcast.contracts.weights import AdapterWeights
+    from rollcast_engine.lora import Adapter
     from rollcast_engine.routing import RouterTape
-    from rollcast_fsdp.lora import Adapter
 
 __all__ = ["FsdpEngine"]
 

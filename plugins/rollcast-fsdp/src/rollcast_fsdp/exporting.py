@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.checkpoint_files import check_shards, read_summary
 from rollcast_engine.export import build_skeleton, write_folder
 from rollcast_engine.hf import checkpoint_parameters
+from rollcast_engine.lora import Adapter, merge_pair, write_adapter
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.checkpoint import read_tensors
 from rollcast_fsdp.loading import VALUE_HEAD, match_names
-from rollcast_fsdp.lora import Adapter, merge_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +22,8 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelConfig, ModelType
     from rollcast_fsdp.tensors import ModelTensors
 
-__all__ = ["ADAPTER_FOLDER", "export_checkpoint", "export_live"]
+__all__ = ["export_checkpoint", "export_live"]
 
-#: Subfolder of an export that holds the adapter, beside the merged weights.
-ADAPTER_FOLDER = "adapter"
 #: Bytes of a checkpoint that are read at a time, counted as float32.
 _BUCKET = 64 << 20
 
@@ -43,7 +39,7 @@ def export_live(path: Path, model: ModelConfig, model_type: ModelType, tensors: 
     finally:
         adapter = tensors.gather_adapter()
     if is_writer and adapter is not None and model_type == "language_model":
-        _write_adapter(path, adapter)
+        write_adapter(path, adapter)
 
 
 def export_checkpoint(checkpoint: Path, model: ModelConfig, output: Path) -> None:
@@ -64,18 +60,7 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, output: Path) -> Non
     if model_type == "language_model":
         own = {name for a, b, _ in described["pairs"].values() for name in (a, b)}
         tensors = {Adapter.peft_name(name): tensor for name, tensor in trained.items() if name in own}
-        _write_adapter(output, AdapterWeights(described["config"], tensors))
-
-
-def _write_adapter(path: Path, adapter: AdapterWeights) -> None:
-    folder = path / ADAPTER_FOLDER
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / "adapter_config.json").write_text(adapter.config_json())
-        save_file(tensors, folder / "adapter_model.safetensors")
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+        write_adapter(output, AdapterWeights(described["config"], tensors))
 
 
 def _stream(checkpoint: Path, parameters: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -15,17 +15,17 @@ from safetensors import SafetensorError
 from rollcast.contracts.weights import StackedWeights, find_stacked
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, transformer
+from rollcast_engine.lora import attach_adapter
 from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters, read_stacked
-from rollcast_fsdp.lora import attach_adapter
 from rollcast_vision.model_inputs import auto_class_name, is_vision_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import EngineSetup, ModelConfig
-    from rollcast_fsdp.lora import Adapter
+    from rollcast_engine.lora import Adapter
 
 __all__ = ["ModelPlan", "build_module", "enable_checkpointing"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from rollcast_fsdp.lora import Adapter
+    from rollcast_engine.lora import Adapter
     from rollcast_fsdp.sharding import Sharding
     from rollcast_fsdp.step import ForwardInputs, Scored, TokenForward
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rollcast.contracts.weights import AdapterWeights, StackedWeights, find_stacked, split_stacked
 from rollcast_engine.hf import parameters_by_name, transformer
-from rollcast_fsdp.lora import merge_pair
+from rollcast_engine.lora import merge_pair
 from rollcast_fsdp.sharding import full_tensor, full_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from rollcast_fsdp.lora import Adapter, LoraPair
+    from rollcast_engine.lora import Adapter, LoraPair
     from rollcast_fsdp.sharding import Sharding
 
 __all__ = ["ModelTensors"]

@@ -42,12 +42,14 @@ from rollcast_engine.checkpoint_files import (
 from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import agree
 from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
+from rollcast_megatron.weights import VALUE_HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ModelType
     from rollcast_megatron.layout import Mesh
+    from rollcast_megatron.lora import AdapterPlan
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
     from rollcast_megatron.weights import Shapes
@@ -76,6 +78,7 @@ class EngineState:
         optimizer: optimizer of the stage; None for an engine that does not train.
         shapes: shapes of the whole model's parameters by Hugging Face name.
         dtype: dtype of the weights.
+        adapter: adapter that is trained instead of the model; only trained tensors are saved. None without one.
     """
 
     model_type: ModelType
@@ -86,6 +89,15 @@ class EngineState:
     shapes: Shapes
     dtype: torch.dtype
     schedule_step: int
+    adapter: AdapterPlan | None = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors of this rank that a checkpoint holds, by megatron-core's names."""
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if self.adapter is None or parameter.requires_grad
+        }
 
     def mesh_sizes(self) -> dict[str, int]:
         """Return the sizes of the mesh, as JSON values."""
@@ -101,7 +113,18 @@ class EngineState:
     def parameters(self) -> dict[str, list[Any]]:
         """Return shape and dtype of each parameter, as JSON values."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return {name: [list(shape), dtype] for name, shape in self.shapes.items()}
+        if self.adapter is None:
+            return {name: [list(shape), dtype] for name, shape in self.shapes.items()}
+        heads = {name: shape for name, shape in self.shapes.items() if name in VALUE_HEAD}
+        found = {name: [list(shape), dtype] for name, shape in heads.items()}
+        return found | {name: [list(shape), "float32"] for name, shape in self.adapter.shapes.items()}
+
+    def described_adapter(self) -> dict[str, Any] | None:
+        """Return PEFT's config of the adapter and the base model that belongs to it, as JSON values."""
+        if self.adapter is None:
+            return None
+        adapter, dtype = self.adapter.adapter, str(self.dtype).removeprefix("torch.")
+        return {"config": adapter.config, "base": adapter.base_fingerprint, "dtype": dtype}
 
 
 def save(path: Path, state: EngineState) -> None:
@@ -204,7 +227,7 @@ def load(path: Path, state: EngineState) -> int:
     summary = read_summary(path, ENGINE)
     require_values(path, summary, {"mesh": dict, "optimizer_steps": int})
     ours = {"model_type": state.model_type, "parameters": state.parameters()}
-    require_fit(path, summary, ours, state.optimizer is not None)
+    require_fit(path, summary, ours, state.optimizer is not None, _adapter_differences(summary, state))
     same_mesh = summary["mesh"] == state.mesh_sizes()
     rng, problem = None, ""
     try:
@@ -216,7 +239,7 @@ def load(path: Path, state: EngineState) -> int:
     agree(problem, f"checkpoint {path} cannot be used", state.mesh.world_size)
     tensors = _read(path, state, state.optimizer if summary["has_optimizer"] else None)
     with torch.no_grad():
-        for name, parameter in state.model.named_parameters():
+        for name, parameter in state.tensors().items():
             parameter.copy_(tensors[f"model.{name}"])
             if state.optimizer is not None:
                 moments = {key: tensors[f"optimizer.{key}.{name}"] for key in state.optimizer.state_names}
@@ -255,9 +278,11 @@ def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, 
     """Return this rank's tensors, each with its position in the whole model."""
     model = state.model.sharded_state_dict(metadata=dict(_METADATA))
     tensors = {f"model.{name}": entry for name, entry in model.items() if entry.data is not None}
+    if state.adapter is not None:
+        tensors = {f"model.{name}": model[name] for name in state.tensors()}
     if optimizer is None:
         return tensors
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in state.tensors().items():
         collected = optimizer.collect(parameter)
         is_expert = not getattr(parameter, "allreduce", True)
         is_first = state.mesh.data_rank == 0 and state.mesh.context_rank == 0
@@ -272,7 +297,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
 
     model = state.model.sharded_state_dict(metadata=dict(_METADATA))
     wanted: dict[str, Any] = {}
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in state.tensors().items():
         wanted[f"model.{name}"] = replace(model[name], data=torch.zeros(parameter.shape, dtype=parameter.dtype))
         for key in optimizer.state_names if optimizer is not None else ():
             wanted |= _beside(model[name], name, {key: torch.zeros(parameter.shape, dtype=torch.float32)})
@@ -312,7 +337,18 @@ def _summary(state: EngineState) -> dict[str, Any]:
         "has_optimizer": state.optimizer is not None,
         "optimizer_steps": state.optimizer.steps_taken() if state.optimizer is not None else 0,
         "parameters": state.parameters(),
+        "adapter": state.described_adapter(),
     }
+
+
+def _adapter_differences(summary: dict[str, Any], state: EngineState) -> list[str]:
+    theirs, ours = summary.get("adapter"), state.described_adapter()
+    if (theirs is None) != (ours is None):
+        whole, part = "the whole model", "a LoRA adapter"
+        there, here = (part, whole) if ours is None else (whole, part)
+        return [f"it contains {there}, but the engine trains {here} (model.lora_rank)"]
+    bases = {each["base"] for each in (theirs, ours) if each is not None} - {None}
+    return ["its adapter was trained on other base weights than those in model.path"] if len(bases) > 1 else []
 
 
 def _capture_rng() -> dict[str, Any]:

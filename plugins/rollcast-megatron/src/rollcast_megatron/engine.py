@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from rollcast.contracts.engine import EngineCapabilities, EngineSetup
 from rollcast.contracts.worker import WorkerContext
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch
@@ -22,6 +23,7 @@ from rollcast_engine.checkpoint_files import read_summary
 from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
 from rollcast_engine.keys import naming_keys
+from rollcast_engine.lora import require_adapter, write_adapter
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
@@ -30,6 +32,7 @@ from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, 
 from rollcast_megatron.export import whole_module
 from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
+from rollcast_megatron.lora import adapt_stage, plan_adapter
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
 from rollcast_megatron.schemas import MegatronConfig
@@ -40,7 +43,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast.contracts.weights import AdapterWeights
     from rollcast_engine.routing import RouterTape
+    from rollcast_engine.weights import WeightFolder
+    from rollcast_megatron.lora import AdapterPlan, StageAdapter
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -57,7 +63,7 @@ class MegatronEngine(TorchEngine):
 
     Raises:
         ConfigError: a key of the engine or optimizer has an invalid value, or the mesh does not fit the ranks.
-        CapabilityError: the model's keys ask for an adapter or for Liger's kernels.
+        CapabilityError: the model's keys ask for Liger's kernels.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
@@ -66,6 +72,7 @@ class MegatronEngine(TorchEngine):
         vocabulary_kl=True,
         in_process_module=True,
         token_budget=True,
+        lora=True,
         offload=True,
         routing_replay=True,
         tensor_parallel=True,
@@ -79,8 +86,6 @@ class MegatronEngine(TorchEngine):
             raise ConfigError(f"the megatron engine needs a MegatronConfig, not a {type(setup.engine).__name__}")
         self.config: MegatronConfig = setup.engine
         self.config.check(setup.context.world_size, f"{setup.section}.engine")
-        if setup.model.trains_adapter:
-            raise CapabilityError("the megatron engine cannot train adapters (model.lora_rank); use engine=fsdp")
         if setup.model.use_liger:
             raise CapabilityError("the megatron engine does not support Liger's kernels; set model.use_liger to false")
         if setup.optim is not None:
@@ -95,6 +100,8 @@ class MegatronEngine(TorchEngine):
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        #: Distribution of the adapter that is trained instead of the model; None without one.
+        self.adapter: AdapterPlan | None = None
         #: Routers of the stage; None if the model has no experts.
         self.tape: RouterTape | None = None
 
@@ -125,17 +132,28 @@ class MegatronEngine(TorchEngine):
             load_folder(self.plan, parameters, self.shapes, folder)
         else:
             load_random(self.plan, parameters, self.shapes, setup.seed, model_map.transformer["init_method_std"])
+        self._attach_adapter(folder)
         self.runner = self.stage.eval()
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
 
+    def _attach_adapter(self, folder: WeightFolder | None) -> None:
+        setup = self.setup
+        if not setup.model.trains_adapter:
+            return
+        self.adapter = plan_adapter(self.plan, setup.model, setup.seed)
+        if folder is not None:
+            self.adapter.adapter.base_fingerprint = folder.fingerprint()
+        adapt_stage(self.stage, self.adapter, self.device)
+
     def _build_tape(self) -> RouterTape | None:
-        if self.plan.map.mixture is None:
+        mixture, config = self.plan.map.mixture, self.config
+        if mixture is None:
             return None
         from rollcast_megatron.router import attach_tape
 
-        return attach_tape(self.stage, self.plan, self.config.router_aux_loss_coef, self.config.sequence_parallel)
+        return attach_tape(self.stage, mixture, self.mesh, config.router_aux_loss_coef, config.sequence_parallel)
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -146,7 +164,9 @@ class MegatronEngine(TorchEngine):
         distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
-        dtype = DTYPES[self.config.dtype]
+        # An adapter is float32, and has no float32 copies; a value head has the dtype of the model.
+        only_adapter = self.adapter is not None and not self.plan.is_value_model
+        dtype = torch.float32 if only_adapter else DTYPES[self.config.dtype]
         self.optimizer = StageOptimizer(self.runner, self.optim, distributed, dtype)
 
     @contextmanager
@@ -220,6 +240,7 @@ class MegatronEngine(TorchEngine):
             device=self.device,
             layout=self._row_layout(),
             reference=None if reference is None else reference.stage,
+            reference_mode=self._as_base() if reference is self else nullcontext(),
             sums=MetricSums(),
             # Ranks that share experts exchange tokens in each micro-batch.
             tape=self.tape,
@@ -232,7 +253,7 @@ class MegatronEngine(TorchEngine):
         with (
             routing,
             torch.set_grad_enabled(not forward_only),
-            nullcontext() if reference is None else reference.mode(False),
+            nullcontext() if reference is None or reference is self else reference.mode(False),
         ):
             outputs = run_pass(self.runner, work, names, forward_only)
         metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
@@ -280,8 +301,10 @@ class MegatronEngine(TorchEngine):
         """Set the reference; see :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
-            CapabilityError: it is not a MegatronEngine on the same mesh.
+            CapabilityError: it is not a MegatronEngine on the same mesh, or it is this engine without an adapter.
         """
+        if reference is self:
+            self._require_adapter()
         if not isinstance(reference, MegatronEngine) or reference.mesh is not self.mesh:
             raise CapabilityError("the reference of a MegatronEngine must be a MegatronEngine on the same mesh")
         self._reference = reference
@@ -289,20 +312,50 @@ class MegatronEngine(TorchEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.
 
-        All ranks must iterate to the end together.
+        They do not contain the adapter. All ranks must iterate to the end together.
         """
         yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full parameters with the adapter merged into them."""
+        parameters = self.get_per_tensor_param()
+        return parameters if self.adapter is None else self.adapter.merge(parameters, self.stage)
+
+    def get_adapter(self) -> AdapterWeights | None:
+        """Return the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
+        return None if self.adapter is None else self.adapter.gather_weights(self.stage)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Disable the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
+        return self._require_adapter().disabled()
+
+    def _require_adapter(self) -> StageAdapter:
+        require_adapter(None if self.adapter is None else self.adapter.adapter)
+        if self.stage.adapter is None:
+            raise RuntimeError("initialize() has to be called before the engine computes")
+        return self.stage.adapter
+
+    @contextmanager
+    def _as_base(self) -> Iterator[None]:
+        """Use the stage as that of the base model, without dropout."""
+        was_training = self.stage.training
+        self.stage.eval()
+        try:
+            with self._require_adapter().disabled():
+                yield
+        finally:
+            self.stage.train(was_training)
 
     @contextmanager
     def in_process_module(self) -> Iterator[nn.Module]:
         """Yield the transformers model in eval mode without gradients, whole on this rank.
 
-        The model is a copy with its own memory, rebuilt after the weights have changed. All ranks enter and leave
-        together; in between, each may run the module any number of times.
+        The model is a copy with its own memory and the adapter merged, rebuilt after the weights have changed. All
+        ranks enter and leave together; in between, each may run the module any number of times.
         """
         with self.eval_mode():
             if self._whole is None:
-                self._whole = whole_module(self.setup.model, self.get_per_tensor_param(), self.device)
+                self._whole = whole_module(self.setup.model, self._merged(), self.device)
             yield self._whole
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -360,11 +413,20 @@ class MegatronEngine(TorchEngine):
             shapes=self.shapes,
             dtype=DTYPES[self.config.dtype],
             schedule_step=self.schedule_step,
+            adapter=self.adapter,
         )
 
     def write_export(self, path: Path, is_writer: bool) -> None:
-        """Write the model shard by shard; see :meth:`rollcast_engine.base.TorchEngine.write_export`."""
-        write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
+        """Write the model with its adapter merged, and the adapter separately.
+
+        See :meth:`rollcast_engine.base.TorchEngine.write_export`.
+        """
+        try:
+            write_folder(path, self.setup.model, self.setup.model_type, self._merged(), is_writer)
+        finally:
+            adapter = self.get_adapter()
+        if is_writer and adapter is not None and not self.plan.is_value_model:
+            write_adapter(path, adapter)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
@@ -375,7 +437,10 @@ class MegatronEngine(TorchEngine):
         """
         summary = read_summary(checkpoint, checkpoints.ENGINE)
         model_type: ModelType = summary["model_type"]
-        dtype = next(iter(summary["parameters"].values()))[1]
+        described = summary.get("adapter")
+        dtype = next(iter(summary["parameters"].values()))[1] if described is None else described["dtype"]
+        if described is not None:
+            model = _with_adapter(model, described["config"])
         setup = EngineSetup(model_type, model, MegatronConfig(dtype=dtype), None, WorkerContext())
         engine = cls(setup)
         engine.prepare_export()
@@ -383,13 +448,29 @@ class MegatronEngine(TorchEngine):
         engine.export(output)
 
     def prepare_export(self) -> None:
-        """Build the whole model in host memory without setting its weights, to load a checkpoint into it."""
+        """Build the whole model in host memory, to load a checkpoint into it.
+
+        Its weights are set only if the checkpoint has none of them but an adapter.
+
+        Raises:
+            CheckpointError: the base model of the adapter cannot be read.
+        """
         model_map = find_map(load_hf_config(self.setup.model))
         self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
         self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
         is_value = self.setup.model_type == "value_model"
         self.plan = Plan(model_map, self.mesh, is_value, check_model(model_map, self.config))
         self.stage = build_model(self.plan, self.config, self.device)
+        if not self.setup.model.trains_adapter:
+            return
+        try:
+            folder = open_folder(Path(self.setup.model.path))
+            load_folder(self.plan, dict(self.stage.named_parameters()), self.shapes, folder)
+            self._attach_adapter(folder)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the checkpoint contains an adapter, but its model cannot be built: {error}"
+            ) from error
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of the batch shard that this rank works on, together with its copy of the model."""
@@ -406,6 +487,17 @@ class MegatronEngine(TorchEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return True on one of the ranks that share rows: the first of the last stage."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
+
+
+def _with_adapter(model: ModelConfig, described: Mapping[str, Any]) -> ModelConfig:
+    """Return the config of a model with an adapter that PEFT's config describes."""
+    return replace(
+        model,
+        lora_rank=described["r"],
+        lora_alpha=described["lora_alpha"],
+        target_modules=described["target_modules"],
+        lora_adapter_path=None,
+    )
 
 
 def _check_adamw(optim: OptimConfig) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
+    from rollcast_megatron.lora import StageAdapter
+
 __all__ = ["DecoderModel", "Head", "block_spec", "has_transformer_engine"]
 
 
@@ -202,6 +204,8 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
     def __init__(self, *, is_value_model: bool, **options: Any) -> None:
         super().__init__(**options)
         self.is_value_model = is_value_model
+        #: Matrices of the LoRA adapter; None without one.
+        self.adapter: StageAdapter | None = None
         if is_value_model and self.post_process:
             del self.output_layer
             self.score = nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from rollcast_engine.batching import MicroBatch
     from rollcast_engine.routing import RoutedTokens
-    from rollcast_megatron.build import Plan
     from rollcast_megatron.inputs import DecoderInputs
     from rollcast_megatron.layout import Mesh
+    from rollcast_megatron.maps import Mixture
 
 __all__ = ["TapeRouter", "attach_tape", "stage_tokens"]
 
@@ -42,18 +42,18 @@ class TapeRouter(TopKRouter):  # type: ignore[misc]
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 
-def attach_tape(stage: nn.Module, plan: Plan, coefficient: float, is_sequence_parallel: bool) -> RouterTape | None:
-    """Return the tape of a stage's routers, after attaching it to them; None if the model has no experts.
+def attach_tape(
+    stage: nn.Module, mixture: Mixture, mesh: Mesh, coefficient: float, is_sequence_parallel: bool
+) -> RouterTape:
+    """Return the tape of a stage's routers, after attaching it to them.
 
     Args:
         stage: the stage.
-        plan: distribution of the model.
+        mixture: experts of the whole model.
+        mesh: this rank's place.
         coefficient: coefficient of the balance loss.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
     """
-    mixture, mesh = plan.map.mixture, plan.mesh
-    if mixture is None:
-        return None
     numbers = [layer for layer, has_experts in enumerate(mixture.layers) if has_experts]
     tape = RouterTape(
         layers=len(numbers),
@@ -83,14 +83,14 @@ def _shared_group(mesh: Mesh, is_sequence_parallel: bool) -> Any:
 
 
 def stage_tokens(
-    micro: MicroBatch, inputs: DecoderInputs, plan: Plan, is_sequence_parallel: bool, sequences: float
+    micro: MicroBatch, inputs: DecoderInputs, mesh: Mesh, is_sequence_parallel: bool, sequences: float
 ) -> RoutedTokens:
     """Return the tokens of a micro-batch as a layer of this rank sees them: ``[s, b]``, a part of ``s`` if shared.
 
     Args:
         micro: the micro-batch.
         inputs: the decoder's inputs.
-        plan: distribution of the model.
+        mesh: this rank's place.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
         sequences: rows of the mini-batch with a trained token.
     """
@@ -98,6 +98,6 @@ def stage_tokens(
     present = (micro.model_inputs["attention_mask"] > 0).sum(1)
     places = places.where((rows >= 0) & (places < present[rows]), -1)
     if is_sequence_parallel:
-        size, rank = len(rows) // plan.mesh.tensor_size, plan.mesh.tensor_rank
+        size, rank = len(rows) // mesh.tensor_size, mesh.tensor_rank
         rows, places = (each[rank * size : (rank + 1) * size] for each in (rows, places))
     return routed_tokens(micro, rows.clamp(min=0).reshape(-1), places.reshape(-1), sequences)

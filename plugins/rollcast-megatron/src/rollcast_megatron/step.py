@@ -47,6 +47,7 @@ class Pass:
         device: device of the model.
         layout: division of a micro-batch's tokens among the ranks that share its rows.
         reference: this stage of the reference model for ``vocabulary_kl``; None without one.
+        reference_mode: context manager to run the reference in.
         sums: accumulator of the metrics, on the last stage.
         tape: routers of the stage; None if the model has no experts.
         record: record of their choices; None if it is not requested.
@@ -63,6 +64,7 @@ class Pass:
     device: torch.device
     layout: RowLayout
     reference: DecoderModel | None
+    reference_mode: AbstractContextManager[None]
     sums: MetricSums
     tape: RouterTape | None
     record: RoutingRecord | None
@@ -127,7 +129,7 @@ def _reference_states(work: Pass) -> dict[int, Tensor]:
         nothing = torch.zeros((), dtype=torch.int)
         return nothing, nothing, None
 
-    with torch.no_grad():
+    with torch.no_grad(), work.reference_mode:
         _run_schedule(work.reference, work, lambda _, inputs: HiddenHead(inputs.positions), finish, True)
     return states
 
@@ -188,5 +190,5 @@ def _routing(
         return nullcontext()
     from rollcast_megatron.router import stage_tokens
 
-    tokens = stage_tokens(micro, inputs, work.model_plan, work.is_sequence_parallel, work.denominators.sequences)
+    tokens = stage_tokens(micro, inputs, work.model_plan.mesh, work.is_sequence_parallel, work.denominators.sequences)
     return tape.forward(tokens, 1.0 if torch.is_grad_enabled() else None)

@@ -74,7 +74,8 @@ class _HeadQuantities(torch.autograd.Function):
         hidden, weight, targets, log_norm, entropy, squares, kept = ctx.saved_tensors
         vocabulary: VocabularySlice = ctx.vocabulary
         words = weight[: vocabulary.words]
-        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.size(0), vocabulary.chunk):
             part = slice(start, start + vocabulary.chunk)
             logits = _logits(hidden[part], words, vocabulary.scale) if kept is None else kept
@@ -82,7 +83,8 @@ class _HeadQuantities(torch.autograd.Function):
             given = torch.stack([gradient[part] for gradient in gradients])
             grad = _logits_gradient(logits, targets[part], sums, given, vocabulary).to(weight.dtype)
             hidden_grad[part] = grad @ words
-            weight_grad[: vocabulary.words].addmm_(grad.T, hidden[part])
+            if weight_grad is not None:
+                weight_grad[: vocabulary.words].addmm_(grad.T, hidden[part])
         return hidden_grad, weight_grad, None, None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import ModelConfig, ModelType
 
-__all__ = ["Shapes", "gather", "hf_shapes", "load_folder", "load_random", "open_folder"]
+__all__ = ["VALUE_HEAD", "Shapes", "gather", "hf_shapes", "load_folder", "load_random", "open_folder"]
 
+#: Parameters of a value model that a folder may lack.
+VALUE_HEAD = frozenset({"score.weight", "score.bias"})
 #: Maximum bytes that ranks gather in one collective; a larger parameter is gathered alone.
 _GATHERED_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -61,15 +63,14 @@ def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folde
         ConfigError: the folder lacks parameters, or they have other shapes.
     """
     own = [placed for placed in plan.weights() if placed.stage == plan.mesh.pipeline_rank]
-    optional = {"score.weight", "score.bias"}
-    needed = [name for placed in plan.weights() for name in placed.all_sources if name not in optional]
+    needed = [name for placed in plan.weights() for name in placed.all_sources if name not in VALUE_HEAD]
     missing = sorted({name for name in needed if name not in folder})
     if missing:
         raise ConfigError(
             f"the weights in {folder.folder} lack {len(missing)} parameters, such as {', '.join(missing[:3])}"
         )
     for placed in own:
-        if placed.weight.sources[0] in optional and not _has_head(folder, placed.weight.sources[0], shapes):
+        if placed.weight.sources[0] in VALUE_HEAD and not _has_head(folder, placed.weight.sources[0], shapes):
             continue
         shares = [_read_share(plan, placed, name, shapes[name], folder) for name in placed.weight.sources]
         _set(plan, placed, parameters, shares)
@@ -95,7 +96,11 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
 
 
 def gather(
-    plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, limit: int = _GATHERED_BYTES
+    plan: Plan,
+    parameters: dict[str, Tensor],
+    shapes: Shapes,
+    limit: int = _GATHERED_BYTES,
+    weights: Iterable[Placed] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter whole, by its Hugging Face name, on every rank; all ranks must iterate to the end together.
 
@@ -107,10 +112,11 @@ def gather(
         parameters: this rank's parameters by megatron-core's names.
         shapes: shapes of the whole parameters.
         limit: bytes of the whole parameters in one collective; a larger parameter is gathered alone.
+        weights: parameters to yield, of all stages; None for those of the model.
     """
     like = next(iter(parameters.values())).detach()
     rooms = _Rooms(plan, like.device)
-    for batch in _batches(plan, shapes, like.dtype, limit):
+    for batch in _batches(plan.weights() if weights is None else weights, shapes, like.dtype, limit):
         names = [name for placed in batch for name in placed.all_sources]
         own = batch[0].stage == plan.mesh.pipeline_rank
         wholes = _join(plan, batch, parameters, shapes, rooms) if own else iter(())
@@ -121,11 +127,11 @@ def gather(
         yield from zip(names, wholes, strict=True)
 
 
-def _batches(plan: Plan, shapes: Shapes, dtype: torch.dtype, limit: int) -> Iterator[list[Placed]]:
+def _batches(weights: Iterable[Placed], shapes: Shapes, dtype: torch.dtype, limit: int) -> Iterator[list[Placed]]:
     """Yield the parameters to export, in order, in batches that share a collective."""
     batch: list[Placed] = []
     held = 0
-    for placed in plan.weights():
+    for placed in weights:
         if placed.is_copy:
             continue
         size = sum(shapes[name].numel() for name in placed.all_sources) * dtype.itemsize

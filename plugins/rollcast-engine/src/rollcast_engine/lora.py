@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT inside the module that the engine trains.
+"""LoRA adapters by PEFT inside a module: the one that an engine trains, or a skeleton that only has its names.
 
 PEFT replaces each target layer: the base weight is renamed to ``<target>.base_layer.weight``, and
 ``<target>.lora_A.default.weight`` ``[r, in]`` and ``<target>.lora_B.default.weight`` ``[out, r]`` are added.
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rollcast.contracts.weights import find_stacked
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast_engine.hf import ValueModel, transformer
 from rollcast_engine.weights import WeightFolder, describe_differences
 
@@ -26,8 +27,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ModelConfig
+    from rollcast.contracts.weights import AdapterWeights
 
-__all__ = ["Adapter", "LoraPair", "attach_adapter", "merge_pair", "require_adapter"]
+__all__ = [
+    "ADAPTER_FOLDER",
+    "Adapter",
+    "LoraPair",
+    "attach_adapter",
+    "merge_pair",
+    "require_adapter",
+    "write_adapter",
+]
+
+#: Subfolder of an export that holds the adapter, beside the merged weights.
+ADAPTER_FOLDER = "adapter"
 
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
@@ -183,7 +196,7 @@ def _import_peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"model.lora_rank and model.lora_adapter_path need PEFT ({error}); pip install 'rollcast-fsdp[lora]'"
+            f"model.lora_rank and model.lora_adapter_path need PEFT ({error}); pip install 'rollcast-engine[lora]'"
         ) from error
     return peft
 
@@ -283,3 +296,19 @@ def require_adapter(adapter: Adapter | None) -> Adapter:
     if adapter is None:
         raise CapabilityError("the engine trains the whole model and has no adapter; set model.lora_rank")
     return adapter
+
+
+def write_adapter(path: Path, adapter: AdapterWeights) -> None:
+    """Write an adapter in PEFT's format to the subfolder ``adapter`` of an export.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    folder = path / ADAPTER_FOLDER
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / _CONFIG_FILE).write_text(adapter.config_json())
+        save_file(tensors, folder / _WEIGHTS_FILE)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
