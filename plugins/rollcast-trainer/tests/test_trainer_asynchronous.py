@@ -7,7 +7,8 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.rollouts_beside import age_metrics
 from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoConfig
 from rollcast_trainer.stages.policy_gap import precision_differs
 
@@ -161,18 +161,37 @@ def test_tokens_that_may_be_older_are_corrected_by_default(small_task: SmallTask
     assert weights not in columns("trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
 
 
-def test_tokens_of_another_precision_are_corrected_by_default(small_task: SmallTask, tmp_path: Path) -> None:
-    def run(*changes: str) -> TrainingRun:
-        config = compose(small_task.ppo(tmp_path, *changes)).config
-        return PpoTrainer(TaskRunner(config, PpoConfig)).run
+@pytest.mark.parametrize(
+    ("keys", "differs"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float32"}, False),
+        ({"dtype": "auto"}, False),  # only the engine knows
+        ({}, False),
+        ({"dtype": "float32", "engine_kwargs": {"quantization": "fp8"}}, True),
+    ],
+)
+def test_another_precision_is_read_from_the_configuration(
+    small_task: SmallTask, tmp_path: Path, keys: dict[str, Any], differs: bool
+) -> None:
+    task = TaskRunner(compose(small_task.ppo(tmp_path, *BESIDE)).config, PpoConfig)
+    dtype = keys.get("dtype", "bfloat16")  # without the key, that of the model's folder
+    beside = SimpleNamespace(
+        uses_replicas=True,
+        rollout=SimpleNamespace(quantization=None, **keys),
+        rollout_dtype=None if dtype == "auto" else dtype,
+        engine_class=task.engine_class,
+        engine=task.engine,
+    )
+    assert precision_differs(cast(TaskRunner, beside)) is differs
+    beside.uses_replicas = False  # the rollout uses the actor's module
+    assert not precision_differs(cast(TaskRunner, beside))
 
-    weights = "rollout_is_weights"
-    assert weights not in run("actor.engine.param_dtype=bf16").columns_read  # the rollout uses the actor's module
-    beside = run(*BESIDE)
-    assert not precision_differs(beside.task)
-    assert weights in run(*BESIDE, "actor.engine.param_dtype=bf16").columns_read
-    given = ["actor.engine.param_dtype=bf16", "algorithm.rollout_correction.rollout_is=null"]
-    assert weights not in run(*BESIDE, *given).columns_read
+
+def test_stages_do_not_depend_on_files_that_a_run_makes(small_task: SmallTask, tmp_path: Path) -> None:
+    missing = str(tmp_path / "not-yet-there")
+    config = compose([*small_task.ppo(tmp_path, *BESIDE), f"model.path={missing}"]).config
+    assert "update_actor" in [place.name for place in PpoTrainer(TaskRunner(config, PpoConfig)).places]
 
 
 def test_eight_bit_weights_are_corrected_by_default(

@@ -35,9 +35,10 @@ def correction_of(run: TrainingRun) -> RolloutCorrectionConfig:
 
 
 def precision_differs(task: TaskRunner) -> bool:
-    """Return True if replicas are known to compute in another precision than the actor.
+    """Return True if the configuration says that replicas compute in another precision than the actor.
 
-    A dtype that only the engine knows does not count: the weights then arrive in the actor's.
+    A dtype that only the engine or the model's folder knows does not count. Stages are chosen before a run writes or
+    trains its first model, and a resumed run must choose the same.
     """
     if not task.uses_replicas:
         return False
@@ -45,6 +46,8 @@ def precision_differs(task: TaskRunner) -> bool:
     engine_option = getattr(task.rollout, "engine_kwargs", {}).get("quantization")
     if task.rollout.quantization is not None or engine_option is not None:
         return True
+    if not hasattr(task.rollout, "dtype"):
+        return False
     return task.rollout_dtype not in (None, task.engine_class.compute_dtype(task.engine))
 
 
