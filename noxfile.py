@@ -66,7 +66,11 @@ BENCHMARKS = (
 LONG_BENCHMARKS = ("quickstart_seeds",)
 #: Parts of the session `gpu`, each within ten minutes: the files with their tests, which are marked `gpu`.
 GPU_PARTS = {
-    "engines": ["rollcast-fsdp/tests/test_fsdp_on_cuda.py", "rollcast-megatron/tests/test_megatron_on_cuda.py"],
+    "engines": [
+        "rollcast-fsdp/tests/test_fsdp_on_cuda.py",
+        "rollcast-megatron/tests/test_megatron_on_cuda.py",
+        "rollcast-megatron/tests/test_megatron_lora.py",
+    ],
     "kernels": [
         "rollcast-fsdp/tests/test_fsdp_devices.py",
         "rollcast-megatron/tests/test_megatron_gpu_experts.py",
