@@ -12,6 +12,9 @@ import psutil
 import pytest
 from run_commands import SMALL, Commands, Finished
 
+from rollcast import compose
+from rollcast.errors import ConfigError
+
 pytestmark = pytest.mark.long
 
 Refused = Callable[..., Finished]
@@ -225,3 +228,8 @@ def test_full_disk_while_saving(rollcast: Commands) -> None:
     assert not psutil.pid_exists(process.pid)
     # Whole enough to go on from.
     rollcast.must_run(*arguments, "trainer.total_steps=12")
+
+
+def test_verls_name_of_the_length_of_a_run_leads_to_ours() -> None:
+    with pytest.raises(ConfigError, match=r"no key 'trainer.total_training_steps'; did you mean 'trainer.total_steps'"):
+        compose(["recipe=quickstart", "trainer.total_training_steps=2"])

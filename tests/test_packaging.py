@@ -12,6 +12,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from run_commands import Commands
 
 ROOT = Path(__file__).parents[1]
@@ -88,3 +89,15 @@ def test_every_announced_part_loads(rollcast: Commands) -> None:
     first_party = [part for part in parts if part["distribution"].startswith("rollcast")]
     assert len(first_party) > 40
     assert {part["state"] for part in first_party} == {"ok"}, [p for p in first_party if p["state"] != "ok"]
+
+
+def test_the_page_names_every_folder_that_its_command_needs() -> None:
+    """pip takes the distributions of the clone from the folders only, and looks for others on the index."""
+    page = (ROOT / "docs" / "installation.md").read_text()
+    command = page[page.index("pip install -e core") :]
+    named = {ROOT / word for word in command[: command.index("```")].split() if (ROOT / word).is_dir()}
+    projects = {folder: tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
+    ours = {project["name"] for project in projects.values()}
+    given = {projects[folder]["name"] for folder in named}
+    needed = {Requirement(line).name for folder in named for line in projects[folder].get("dependencies", ())}
+    assert needed & ours <= given

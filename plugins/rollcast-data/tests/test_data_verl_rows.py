@@ -56,6 +56,7 @@ def test_programs_that_read_standard_input_are_kept(tmp_path: Path) -> None:
     assert report.notes == ["left out 2 problems whose tests call a function"]
     (found,) = read_rows(tmp_path / "out" / "train.parquet")
     assert json.loads(found.values["ground_truth"]) == TESTS
+    assert str(tmp_path) not in json.dumps(found.values), "rows of a data set name no folder of the machine"
 
 
 def test_bad_sources_leave_nothing_behind(tmp_path: Path) -> None:

@@ -83,24 +83,26 @@ class Swallowing(SimulatedRuntime):
             return [None for _ in refs]
 
 
-class Misattributing(SimulatedRuntime):
+class Rewriting(SimulatedRuntime):
+    """A worker's report is changed on its way."""
+
+    changes: ClassVar[dict[str, Any]] = {}
+
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         try:
             return super().gather(refs, timeout)
         except CallFailed as failed:
             if failed.failure is None:
                 raise
-            raise CallFailed(0, replace(failed.failure, rank=0)) from failed
+            raise CallFailed(failed.index, replace(failed.failure, **self.changes)) from failed
 
 
-class Causeless(SimulatedRuntime):
-    def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        try:
-            return super().gather(refs, timeout)
-        except CallFailed as failed:
-            if failed.failure is None:
-                raise
-            raise CallFailed(failed.index, replace(failed.failure, cause=None)) from None
+class Misattributing(Rewriting):
+    changes: ClassVar[dict[str, Any]] = {"rank": 0}
+
+
+class Causeless(Rewriting):
+    changes: ClassVar[dict[str, Any]] = {"cause": None}
 
 
 class Lenient(SimulatedRuntime):

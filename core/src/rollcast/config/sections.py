@@ -369,9 +369,8 @@ def _merge_by_device(
     for name, kind in field_types(schema).items():
         key, inner, mark = _join(path, name), dataclass_in(kind), on_accelerator(kind)
         if inner is not None:
-            section = target.get(
-                name, {} if defaults.get(name) is not None else None
-            )  # a section that is null by default stays null
+            # A section that is null by default stays null.
+            section = target.get(name, None if defaults.get(name) is None else {})
             if isinstance(section, dict):
                 _merge_by_device(section, inner, key, device, origins)
                 target |= {name: section} if section else {}

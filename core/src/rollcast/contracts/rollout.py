@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
 
 __all__ = [
+    "MULTI_MODAL_DATA",
+    "ROUTED_EXPERTS",
     "BaseRollout",
     "EngineLoad",
     "RolloutCapabilities",
@@ -39,6 +41,15 @@ __all__ = [
     "WeightReport",
     "rollouts",
 ]
+
+MULTI_MODAL_DATA: Final = "multi_modal_data"
+"""Object column of a batch with each row's :attr:`RolloutRequest.multi_modal_data`, or None; only in batches of which a
+row has any. The rows of one prompt share one object, which a batch sends once.
+"""
+ROUTED_EXPERTS: Final = "routed_experts"
+"""Column of a batch with the experts that a mixture's routers chose, jagged int16 ``[prompt and response tokens, layers
+with experts, experts of a token]``; -1 where there is no choice.
+"""
 
 
 class RolloutMode(Enum):

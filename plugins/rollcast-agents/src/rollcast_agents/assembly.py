@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.contracts.trajectory import Segment, Trajectory
 from rollcast.protocol import DataProto, Jagged
-from rollcast_serving.generation import ROUTED_EXPERTS, joined_routes
+from rollcast_serving.generation import joined_routes
 
 __all__ = ["assemble_trajectories"]
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rollcast.contracts.rollout import MULTI_MODAL_DATA
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import Jagged
 from rollcast_data.files import Row
@@ -182,7 +183,7 @@ def read_images(row: Row, config: DataConfig) -> dict[str, tuple[bytes, ...]] | 
 
 def image_columns(images: Sequence[dict[str, tuple[bytes, ...]] | None]) -> dict[str, list[Any]]:
     """Return the column ``multi_modal_data`` of a batch; no column if no row has images."""
-    return {"multi_modal_data": list(images)} if any(images) else {}
+    return {MULTI_MODAL_DATA: list(images)} if any(images) else {}
 
 
 def join_ids(sequences: Sequence[Ids]) -> Jagged:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollcast.contracts.rollout import MULTI_MODAL_DATA
 from rollcast.protocol import DataProto
-from rollcast_vision.model_inputs import COLUMN, ImageInputs, images_of
+from rollcast_vision.model_inputs import ImageInputs, images_of
 
 if TYPE_CHECKING:
     from rollcast_engine._rows import MicroBatch
@@ -29,9 +30,9 @@ def read_images(data: DataProto) -> list[tuple[bytes, ...]]:
     Raises:
         CapabilityError: a row has another modality.
     """
-    if COLUMN not in data:
+    if MULTI_MODAL_DATA not in data:
         return []
-    found = [images_of(row) for row in data[COLUMN]]
+    found = [images_of(row) for row in data[MULTI_MODAL_DATA]]
     return found if any(found) else []
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.errors import CapabilityError, ColumnError
 from rollcast.protocol import Jagged
 from rollcast_engine._rows import RaggedRows
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rollcast_engine._rows import MicroBatch, Rows
 
 __all__ = [
-    "ROUTED_EXPERTS",
     "RoutedTokens",
     "RouterLoad",
     "RouterTape",
@@ -37,9 +37,6 @@ __all__ = [
     "routed_tokens",
     "start_record",
 ]
-
-#: Column of recorded choices: jagged int16 ``[prompt and response tokens, L, k]``; -1 where there is none.
-ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)

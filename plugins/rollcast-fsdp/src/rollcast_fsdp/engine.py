@@ -13,6 +13,7 @@ import torch
 
 from rollcast.contracts.device import empty_cache
 from rollcast.contracts.engine import EngineCapabilities, EngineSetup
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine
@@ -24,7 +25,7 @@ from rollcast_engine.lora import require_adapter
 from rollcast_engine.optim import build_optimizer, set_lr
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
-from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
+from rollcast_engine.routing import check_replay, start_record
 from rollcast_engine.transfer import CopyStream
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention

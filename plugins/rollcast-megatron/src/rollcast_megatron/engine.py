@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollcast.contracts.engine import EngineCapabilities, EngineSetup
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast.protocol import DataProto
@@ -26,7 +27,7 @@ from rollcast_engine.keys import naming_keys
 from rollcast_engine.lora import require_adapter, write_adapter
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
-from rollcast_engine.routing import ROUTED_EXPERTS, check_replay, start_record
+from rollcast_engine.routing import check_replay, start_record
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, check_model
 from rollcast_megatron.export import whole_module

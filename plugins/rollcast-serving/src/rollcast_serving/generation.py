@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.rollout import (
+    MULTI_MODAL_DATA,
+    ROUTED_EXPERTS,
+    BaseRollout,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSequence,
+    SamplingParams,
+)
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto, Jagged
 
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "ROUTED_EXPERTS",
     "SEQUENCES",
     "GenerationContractError",
     "assemble_sequences",
@@ -33,9 +40,6 @@ SEQUENCES: Final = (  # and ROUTED_EXPERTS, if the rollout records it
     *("prompts", "responses", "response_mask", "rollout_log_probs"),
     *("finished", "rollout_weight_version", "rollout_weight_version_min"),
 )
-
-#: Column of the routers' choices for the tokens of prompt and response, jagged int16 ``[tokens, layers, experts]``.
-ROUTED_EXPERTS: Final = "routed_experts"
 
 
 class GenerationContractError(RollcastError, ValueError):
@@ -76,7 +80,7 @@ def build_requests(prompts: DataProto, sampling: SamplingParams, prefix: str = "
     ids = array("i", flat.values.to("cpu", torch.int32).numpy().tobytes())
     bounds = flat.offsets.tolist()
     seeds = prompts["seed"].tolist() if "seed" in prompts else [None] * len(prompts)
-    others = list(prompts["multi_modal_data"]) if "multi_modal_data" in prompts else [None] * len(prompts)
+    others = list(prompts[MULTI_MODAL_DATA]) if MULTI_MODAL_DATA in prompts else [None] * len(prompts)
     return [
         RolloutRequest(f"{prefix}{index}", ids[start:stop], sampling, seed, other)
         for index, (start, stop, seed, other) in enumerate(zip(bounds, bounds[1:], seeds, others, strict=False))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.contracts.rollout import RolloutRequest, SamplingParams
+from rollcast.contracts.rollout import ROUTED_EXPERTS, RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
-from rollcast_serving.generation import ROUTED_EXPERTS, SEQUENCES, assemble_sequences
+from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import Stragglers
 from rollcast_serving.replicas import Replicas

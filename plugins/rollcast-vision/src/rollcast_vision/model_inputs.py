@@ -16,10 +16,8 @@ from rollcast.errors import CapabilityError, ConfigError, DataError
 from rollcast_vision.images import decode_image
 from rollcast_vision.positions import Grid, mrope_positions
 
-__all__ = ["COLUMN", "ImageInputs", "Images", "auto_class_name", "images_of", "is_vision_model"]
+__all__ = ["ImageInputs", "Images", "auto_class_name", "images_of", "is_vision_model"]
 
-#: Column of a batch with the images of each row; see :class:`rollcast.contracts.rollout.RolloutRequest`.
-COLUMN = "multi_modal_data"
 #: Images of a row, as the bytes of image files.
 Images = Sequence[bytes]
 _CACHE_BYTES = 256 << 20

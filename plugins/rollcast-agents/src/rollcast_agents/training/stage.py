@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.rollout import MULTI_MODAL_DATA, ROUTED_EXPERTS, SamplingParams
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
@@ -21,7 +21,7 @@ from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_if_empty
 from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
-from rollcast_trainer.batch.columns import GENERATED, PROMPT, ROUTED_EXPERTS
+from rollcast_trainer.batch.columns import GENERATED, PROMPT
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
     RolloutsBeside,
@@ -148,10 +148,10 @@ class AgentRollout(Stage):
         return AgentWorkerSetup(host, self.run.task.served.routing() if self._role == AGENT_LOOP else None)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        if "multi_modal_data" in batch:
+        if MULTI_MODAL_DATA in batch:
             raise CapabilityError(
-                "the prompts have images (column multi_modal_data), which sessions of agent loops do not send; leave "
-                "agent.loop unset to generate single responses to images"
+                f"the prompts have images (column {MULTI_MODAL_DATA}), which sessions of agent loops do not send; "
+                "leave agent.loop unset to generate single responses to images"
             )
         start = time.perf_counter()
         run = self.run

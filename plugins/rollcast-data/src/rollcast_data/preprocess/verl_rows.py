@@ -88,15 +88,16 @@ class EurusCode(BasePreprocessor):
         left_out = 0
         splits: dict[str, list[dict[str, Any]]] = {}
         for split, pattern in self.files.items():
-            rows = [_program(row) for row in read_files([folder / pattern]) if row.get("ability") == "code"]
+            problems = [row for row in read_files([folder / pattern]) if row.get("ability") == "code"]
+            rows = [_program(row, index) for index, row in enumerate(problems)]
             splits[split] = [row for row in rows if row is not None]
             left_out += len(rows) - len(splits[split])
         notes = [f"left out {left_out:,} problems whose tests call a function"] if left_out else []
         return _write(output, splits, notes)
 
 
-def _program(row: Row) -> dict[str, Any] | None:
-    """Return the converted row of a programming problem; None if its tests do not read standard input."""
+def _program(row: Row, index: int) -> dict[str, Any] | None:
+    """Return the converted row of problem ``index``; None if its tests do not read standard input."""
     text = _truth(row)
     try:
         tests = json.loads(text)
@@ -111,7 +112,7 @@ def _program(row: Row) -> dict[str, Any] | None:
         "prompt": _prompt(row),
         "ability": "code",
         "ground_truth": json.dumps({"inputs": tests["inputs"], "outputs": tests["outputs"]}),
-        "extra_info": {"location": row.location},
+        "extra_info": {"index": index},
     }
 
 

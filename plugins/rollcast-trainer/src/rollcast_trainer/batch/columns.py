@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
+from rollcast.contracts.rollout import MULTI_MODAL_DATA
+
 __all__ = [
     "DATA",
     "GENERATED",
-    "IMAGES",
     "MODEL",
     "POLICY_GAP",
     "PROMPT",
-    "ROUTED_EXPERTS",
     "model_columns",
     "prompt_columns",
 ]
 
-IMAGES: Final = "multi_modal_data"
-"""Object column with the images of each row's prompt, or None; only in batches of which a row has images. The rows of
-one prompt share one object, which a batch sends once.
-"""
 
 PROMPT: Final = ("prompts",)
 """Columns of a prompt before generation."""
@@ -40,8 +36,6 @@ POLICY_GAP: Final = ("entropy_sum", "log_prob_gap_sum", "log_prob_gap_max")
 the maximum of the absolute difference between the log-probs of rollout and policy.
 """
 
-ROUTED_EXPERTS: Final = "routed_experts"
-"""Column of the experts that a mixture's routers chose, jagged int16 ``[prompt and response tokens, layers, k]``."""
 
 GENERATED: Final = (
     *("uid", "finished", "rollout_log_probs", "rollout_weight_version", "rollout_weight_version_min"),
@@ -52,9 +46,9 @@ GENERATED: Final = (
 
 def prompt_columns(batch: Container[str]) -> tuple[str, ...]:
     """Return the names of the columns of a batch that generation reads."""
-    return (*PROMPT, IMAGES) if IMAGES in batch else PROMPT
+    return (*PROMPT, MULTI_MODAL_DATA) if MULTI_MODAL_DATA in batch else PROMPT
 
 
 def model_columns(batch: Container[str]) -> tuple[str, ...]:
     """Return the names of the columns of a batch that a forward pass of the policy reads."""
-    return (*MODEL, IMAGES) if IMAGES in batch else MODEL
+    return (*MODEL, MULTI_MODAL_DATA) if MULTI_MODAL_DATA in batch else MODEL

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rollcast.contracts.engine import engines
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_serving.requests import configured_sampling, cut_keys
-from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS
+from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import (
     KEPT,

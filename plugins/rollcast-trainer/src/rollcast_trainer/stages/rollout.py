@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from rollcast.contracts.rollout import MULTI_MODAL_DATA, ROUTED_EXPERTS
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.manager import Stragglers
-from rollcast_trainer.batch.columns import DATA, GENERATED, IMAGES, PROMPT, ROUTED_EXPERTS, prompt_columns
+from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT, prompt_columns
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
@@ -149,7 +150,7 @@ class RewardBaselines(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         first, place = first_rows(batch)
-        columns = [*PROMPT, *(name for name in (*DATA[len(PROMPT) :], "index", IMAGES) if name in batch)]
+        columns = [*PROMPT, *(name for name in (*DATA[len(PROMPT) :], "index", MULTI_MODAL_DATA) if name in batch)]
         prompts = batch.select(columns).select_idxs(first)
         greedy = replace(self.run.sampling(), temperature=0.0)
         scored = self.run.scorer.score(self.run.generate(prompts, greedy))

@@ -19,12 +19,13 @@ from rollcast.contracts.algorithm import (
     try_policy_loss,
 )
 from rollcast.contracts.engine import LossInputs
+from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
-from rollcast_trainer.batch.columns import MODEL, ROUTED_EXPERTS, model_columns
+from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun

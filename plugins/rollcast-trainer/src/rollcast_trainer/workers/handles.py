@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
+from rollcast.contracts.rollout import MULTI_MODAL_DATA, ROUTED_EXPERTS
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
-from rollcast_trainer.batch.columns import IMAGES, MODEL, POLICY_GAP, ROUTED_EXPERTS, model_columns
+from rollcast_trainer.batch.columns import MODEL, POLICY_GAP, model_columns
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
@@ -131,10 +132,10 @@ def _refuse_images(batch: DataProto, what: str) -> None:
     Raises:
         CapabilityError: it has.
     """
-    if IMAGES in batch:
+    if MULTI_MODAL_DATA in batch:
         raise CapabilityError(
-            f"the prompts have images (column {IMAGES}), which {what} does not see; use an estimator without a critic, "
-            "such as grpo, and a reward function"
+            f"the prompts have images (column {MULTI_MODAL_DATA}), which {what} does not see; use an estimator "
+            "without a critic, such as grpo, and a reward function"
         )
 
 
