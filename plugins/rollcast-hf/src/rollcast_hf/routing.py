@@ -34,22 +34,24 @@ class RoutingRecorder:
         self._prefill: Tensor | None = None
         self._steps: list[Tensor] = []
         self._layers: list[Tensor] = []
+        self._routers: list[nn.Module] = []
 
     @contextmanager
     def listening(self, module: nn.Module) -> Iterator[None]:
-        """Listen to the module's routers during a forward pass.
+        """Listen to the module's routers during a forward pass; every pass is that of the same module.
 
         Raises:
             CapabilityError: the module has none as in Qwen3-MoE of transformers 5.
         """
-        routers = [each for each in module.modules() if all(hasattr(each, name) for name in _SIZES)]
-        if not routers:
+        if not self._routers:  # found once, not for every token
+            self._routers = [each for each in module.modules() if all(hasattr(each, name) for name in _SIZES)]
+        if not self._routers:
             raise CapabilityError(
                 "rollout.enable_rollout_routing_replay is true, but the model has no routers whose choices can be "
                 "recorded: it needs a mixture of experts such as Qwen3-MoE, and transformers 5; set it to false"
             )
         self._layers = []
-        handles = [router.register_forward_hook(self._take) for router in routers]
+        handles = [router.register_forward_hook(self._take) for router in self._routers]
         try:
             yield
         finally:
