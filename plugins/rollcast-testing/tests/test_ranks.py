@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +26,34 @@ def fail_on_one(context: WorkerContext) -> int:
     if context.rank == 1:
         raise ValueError("rank one's own trouble")
     return context.rank
+
+
+def fail_while_the_other_waits(context: WorkerContext) -> None:
+    if context.rank == 1:
+        raise ValueError("rank one's own trouble")
+    time.sleep(60)
+
+
+def die_while_the_other_waits(context: WorkerContext) -> None:
+    if context.rank == 1:
+        os._exit(1)
+    time.sleep(60)
+
+
+def test_a_failure_is_told_while_other_ranks_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits in a collective must hide neither the cause nor the next call."""
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    import test_ranks as importable
+
+    ranks = Ranks(grace_s=0.1)
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)ranks \[0\] of 2 .*rank 1: .*rank one's own trouble"):
+            ranks.run(importable.fail_while_the_other_waits)
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 died"):
+            ranks.run(importable.die_while_the_other_waits)
+        assert ranks.run(importable.add_up, number=5) == [(0, 11.0), (1, 11.0)]
+    finally:
+        ranks.close()
 
 
 def test_ranks_of_changing_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

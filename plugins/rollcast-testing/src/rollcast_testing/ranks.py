@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -34,11 +37,12 @@ class Ranks:
         ranks.close()
 
     Args:
-        timeout_s: time limit of a call in seconds.
+        timeout_s: time limit of a call in seconds; shorter than pytest's of a test, so that the error names the rank.
+        grace_s: time that the other ranks have after one has raised; they may wait for it in a collective.
     """
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float = 270.0, grace_s: float = 30.0) -> None:
+        self._timeout_s, self._grace_s = timeout_s, grace_s
         self._connections: list[Any] = []
         self._processes: list[Any] = []
 
@@ -63,17 +67,37 @@ class Ranks:
                 rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port
             )
             connection.send((function, context, kwargs))
-        answers: list[tuple[bool, Any]] = []
-        for rank, connection in enumerate(self._connections[:size]):
-            if not connection.poll(self._timeout_s):
-                self.close()
-                known = "\n".join(text for good, text in answers if not good)
-                raise RuntimeError(f"rank {rank} of {size} did not answer within {self._timeout_s:.0f} s\n{known}")
-            answers.append(connection.recv())
-        failures = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
+        answers = self._receive(size)
+        failures = [f"rank {rank}: {text}" for rank, (good, text) in sorted(answers.items()) if not good]
+        missing = sorted(set(range(size)) - set(answers))
+        if missing:
+            self.close()
+            what = f"died, or did not answer within {self._timeout_s:.0f} s or {self._grace_s:.0f} s after a failure"
+            raise RuntimeError("\n".join([f"ranks {missing} of {size} {what}", *failures]))
         if failures:
             raise RuntimeError("\n".join(failures))
-        return [result for _, result in answers]
+        return [answers[rank][1] for rank in range(size)]
+
+    def _receive(self, size: int) -> dict[int, tuple[bool, Any]]:
+        """Return the answers by rank, as far as they come in time: true and the result, or false and a traceback."""
+        ranks: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections[:size])}
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while ranks:
+            ready: list[Any] = wait(list(ranks), max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = ranks.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:  # its process died
+                    is_good = False
+                else:
+                    is_good = answers[rank][0]
+                if not is_good:
+                    deadline = min(deadline, time.monotonic() + self._grace_s)
+        return answers
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
@@ -104,10 +128,15 @@ def shared_ranks() -> Ranks:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """Return a free port below those that the kernel gives to other processes before rank 0 has bound it."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)  # tests may seed `random`, and processes must differ
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _serve(connection: Any) -> None:
