@@ -128,7 +128,7 @@ def shared_ranks() -> Ranks:
 
 
 def _free_port() -> int:
-    """Return a free port below those that the kernel gives to other processes before rank 0 has bound it."""
+    """Return a free port outside the range from which the kernel assigns ports, so that no other process gets it."""
     while True:
         port = 20_000 + secrets.randbelow(10_000)  # tests may seed `random`, and processes must differ
         with socket.socket() as free:
