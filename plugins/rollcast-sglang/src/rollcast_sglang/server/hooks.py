@@ -33,6 +33,8 @@ def register() -> None:
     HookRegistry.register(check, _stop_at_stops, HookType.REPLACE)
     manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
     HookRegistry.register(manager, _do_without_pinning, HookType.BEFORE)
+    record = "sglang.srt.state_capturer.base.BaseHostCache.__init__"
+    HookRegistry.register(record, _keep_record_unpinned, HookType.BEFORE)
     adapter = "sglang.srt.lora.lora.LoRAAdapter.initialize_weights"
     HookRegistry.register(adapter, _read_adapter_files, HookType.BEFORE)
 
@@ -99,6 +101,23 @@ def _do_without_pinning(*_: object, **__: object) -> None:
     torch.Tensor.pin_memory = _stay  # type: ignore[method-assign, assignment]
     for module in (sglang.srt.lora.layers, sglang.srt.lora.backend.torch_backend):
         module.torch = _TorchWithoutPinning()
+
+
+def _keep_record_unpinned(*_: object, **__: object) -> None:
+    """Make SGLang's record of the experts run on a machine without a GPU, where pinned memory is not available."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unpinned
+
+
+def _allocate_unpinned(dims: tuple[int, ...], dtype: Any, device: str, **_: object) -> Any:
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def _read_adapter_files(adapter: Any) -> None:
