@@ -53,8 +53,8 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         )
     if config.enable_rollout_routing_replay and not gpu:
         raise ConfigError(
-            "rollout.enable_rollout_routing_replay is true, but vLLM records experts on a GPU only; set it to false, or "
-            "use rollout=sglang or rollout=hf"
+            "rollout.enable_rollout_routing_replay is true, but vLLM records experts on a GPU only; set it to "
+            "false, or use rollout=sglang or rollout=hf"
         )
     kv_cache = config.kv_cache_memory_bytes
     values = {

@@ -131,12 +131,12 @@ class SequenceReader:
         Raises:
             RolloutError: vLLM failed, or returned fewer log-probs, versions or choices of routers than tokens.
         """
-        parts = (self._tokens, self._log_probs, self._versions)
+        counts = [len(part) for part in (self._tokens, self._log_probs, self._versions)]
         reason = self._reason
-        if reason not in {"stop", "length", "abort"} or len({len(part) for part in parts}) > 1:
+        if reason not in {"stop", "length", "abort"} or len(set(counts)) > 1:
             raise RolloutError(
-                f"request {self._request.request_id!r}: vLLM answered with finish reason {reason!r}, {len(self._tokens)} "
-                f"tokens, {len(self._log_probs)} log-probs and {len(self._versions)} weight versions"
+                f"request {self._request.request_id!r}: vLLM answered with finish reason {reason!r}, {counts[0]} "
+                f"tokens, {counts[1]} log-probs and {counts[2]} weight versions"
             )
         kept, end = self._kept, "stop" if self.has_stopped else reason
         tokens, log_probs, versions = self._tokens[:kept], self._log_probs[:kept], self._versions[:kept]

@@ -61,8 +61,8 @@ class RecordedLayers:
         tokens = len(found) if found.ndim == 3 else count - 1
         if tokens < count - 1 or not found.size or found.size % (tokens * self.total):
             raise RolloutError(
-                f"request {request_id!r}: the engine returned experts of shape {found.shape} for {count} tokens; needed "
-                f"are at least [{count - 1}, {self.total}, experts of a token]"
+                f"request {request_id!r}: the engine returned experts of shape {found.shape} for {count} tokens; at "
+                f"least [{count - 1}, {self.total}, experts of a token] is needed"
             )
         choices = found.reshape(tokens, self.total, -1)[:count, list(self.indices)]
         padded = np.full((count, *choices.shape[1:]), -1, np.int16)
