@@ -24,7 +24,7 @@ __all__ = ["app", "create_package", "describe_kinds"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 _PLACE = re.compile(r"MyPlugin|my_plugin|MY_PLUGIN|my-plugin|rollcast~=[\d.]+")
-#: What Python's tools, and runs of rollcast, write into a package's folder.
+#: Files that Python's tools and runs write into a package's folder.
 _IGNORED = ("__pycache__/", "*.egg-info/", ".pytest_cache/", ".venv/", "build/", "dist/", "runs/")
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
