@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from rollcast.contracts.weights import AdapterWeights
     from rollcast_engine.routing import RouterTape
     from rollcast_engine.weights import WeightFolder
-    from rollcast_megatron.lora import AdapterPlan, StageAdapter
-    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.lora import AdapterPlan
+    from rollcast_megatron.module import Stage
     from rollcast_megatron.optimizer import StageOptimizer
 
 __all__ = ["MegatronEngine"]
@@ -94,10 +94,10 @@ class MegatronEngine(TorchEngine):
         self.mesh: Mesh
         self.plan: Plan
         self.shapes: Shapes
-        #: This rank's stage, and the module that pipeline schedules run: the stage, or the wrapper that reduces its
+        #: This rank's stage, and the modules that pipeline schedules run: its chunks, or the wrappers that reduce their
         #: gradients.
-        self.stage: DecoderModel
-        self.runner: nn.Module
+        self.stage: Stage
+        self.runners: list[nn.Module]
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
@@ -125,7 +125,7 @@ class MegatronEngine(TorchEngine):
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
-        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers)
+        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers, self.config.chunks)
         self.stage = build_model(self.plan, self.config, self.device)
         self.tape = self._build_tape()
         parameters = dict(self.stage.named_parameters())
@@ -134,7 +134,7 @@ class MegatronEngine(TorchEngine):
         else:
             load_random(self.plan, parameters, self.shapes, setup.seed, model_map.transformer["init_method_std"])
         self._attach_adapter(folder)
-        self.runner = self.stage.eval()
+        self.runners = list(self.stage.eval().chunks)
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
@@ -164,23 +164,32 @@ class MegatronEngine(TorchEngine):
         # With a single rank per part of the model there is nothing to distribute.
         distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
+        # Only the first chunk is reduced at the end of the backward pass, where nothing else hides the exchange.
+        self.runners = [
+            DistributedDataParallel(self.stage.config, options, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.stage.chunks)
+        ]
         # An adapter is float32, and has no float32 copies; a value head has the dtype of the model.
         only_adapter = self.adapter is not None and not self.plan.is_value_model
         dtype = torch.float32 if only_adapter else DTYPES[self.config.dtype]
-        self.optimizer = StageOptimizer(self.runner, self.optim, distributed, dtype)
+        self.optimizer = StageOptimizer(self.runners, self.optim, distributed, dtype)
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
         """Enter train or eval mode with the weights on the device; gradients are left alone."""
         was_training = self.stage.training
         self._to(self.device, model=self.config.param_offload)
-        self.runner.train(training)
+        self._train(training)
         try:
             yield
         finally:
-            self.runner.train(was_training)
+            self._train(was_training)
             self._offload()
+
+    def _train(self, training: bool) -> None:
+        self.stage.train(training)
+        for runner in self.runners:
+            runner.train(training)
 
     def optimizer_zero_grad(self) -> None:
         """Drop all gradients."""
@@ -256,7 +265,7 @@ class MegatronEngine(TorchEngine):
             torch.set_grad_enabled(not forward_only),
             nullcontext() if reference is None or reference is self else reference.mode(False),
         ):
-            outputs = run_pass(self.runner, work, names, forward_only)
+            outputs = run_pass(self.runners, work, names, forward_only)
         metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
         if self.mesh.pipeline_size > 1:
             last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
@@ -328,13 +337,13 @@ class MegatronEngine(TorchEngine):
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Disable the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
-        return self._require_adapter().disabled()
+        return self._require_adapter().without_adapter()
 
-    def _require_adapter(self) -> StageAdapter:
+    def _require_adapter(self) -> Stage:
         require_adapter(None if self.adapter is None else self.adapter.adapter)
-        if self.stage.adapter is None:
+        if not self.stage.adapters:
             raise RuntimeError("initialize() has to be called before the engine computes")
-        return self.stage.adapter
+        return self.stage
 
     @contextmanager
     def _as_base(self) -> Iterator[None]:
@@ -342,7 +351,7 @@ class MegatronEngine(TorchEngine):
         was_training = self.stage.training
         self.stage.eval()
         try:
-            with self._require_adapter().disabled():
+            with self._require_adapter().without_adapter():
                 yield
         finally:
             self.stage.train(was_training)
@@ -367,7 +376,8 @@ class MegatronEngine(TorchEngine):
     def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
         if self.device.type == "cpu":
             return  # everything is on the CPU already
-        move_stage(self.runner, device, model=model, grad=grad)
+        for runner in self.runners:
+            move_stage(runner, device, model=model, grad=grad)
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
         if model and device.type == "cpu":

@@ -23,16 +23,16 @@ class StageOptimizer:
     """AdamW over this rank's parameters or, if distributed, over its share of them.
 
     Args:
-        model: the stage inside megatron-core's ``DistributedDataParallel``.
+        chunks: the chunks of the stage, each inside megatron-core's ``DistributedDataParallel``.
         optim: settings of the optimizer.
         is_distributed: distribute the state over the data-parallel ranks.
         dtype: dtype of the weights.
     """
 
-    def __init__(self, model: Any, optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
+    def __init__(self, chunks: list[Any], optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.model, self.optim, self.is_distributed, self.dtype = model, optim, is_distributed, dtype
+        self.chunks, self.optim, self.is_distributed, self.dtype = chunks, optim, is_distributed, dtype
         config = OptimizerConfig(
             optimizer="adam",
             lr=learning_rate(optim, 0),
@@ -47,7 +47,7 @@ class StageOptimizer:
         )
         with cpu.cuda_type_names():
             # No overrides: weight decay applies to every parameter, as in all engines.
-            self.whole: Any = get_megatron_optimizer(config, [model], config_overrides={})
+            self.whole: Any = get_megatron_optimizer(config, chunks, config_overrides={})
         self._prime()
 
     @property
@@ -74,14 +74,15 @@ class StageOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.whole.zero_grad()
 
     def gradient_norm(self) -> float:
         """Reduce gradients over the ranks that share parameters, and return their global norm."""
         from megatron.core.distributed import finalize_model_grads
 
-        finalize_model_grads([self.model], None)
+        finalize_model_grads(self.chunks, None)
         self.whole.prepare_grads()
         return float(self.whole.get_grad_norm())
 

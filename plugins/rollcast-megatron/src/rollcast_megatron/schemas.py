@@ -32,6 +32,12 @@ class MegatronConfig:
     """Layers of the first stage, which also has the embedding; null for as many as the stages between."""
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage, which also has the head; null for as many as the stages between."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
+    """Chunks of layers in each pipeline stage, for the interleaved schedule: stages wait less, and exchange activations
+    this many times as often. null for one chunk.
+    """
+    overlap_p2p_comm: bool = True
+    """Exchange activations between stages while they compute; only the interleaved schedule can."""
     context_parallel_size: Positive = 1
     """Ranks that split the tokens of each row; attention gathers the keys and values of all of them."""
     expert_model_parallel_size: Positive = 1
@@ -106,7 +112,13 @@ class MegatronConfig:
                     f"{path}.{key} is {getattr(self, key)}, but {path}.pipeline_model_parallel_size is 1: one stage "
                     "has all layers; set the key to null, or raise pipeline_model_parallel_size"
                 )
+        self._check_chunks(path)
         self._check_recompute(path)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of each pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
     def stage_layers(self, layers: int) -> tuple[int, ...] | None:
         """Return the number of layers of each stage of a model; None if the layers cannot be divided."""
@@ -144,6 +156,20 @@ class MegatronConfig:
                 f"{path}.expert_model_parallel_size is {experts}, which does not divide the {ranks} data- and "
                 f"context-parallel ranks ({world_size} ranks / tensor {tensor} / pipeline {pipeline}); sizes that fit: "
                 f"{sizes}"
+            )
+
+    def _check_chunks(self, path: str) -> None:
+        key, stages = f"{path}.virtual_pipeline_model_parallel_size", self.pipeline_model_parallel_size
+        if self.chunks > 1 and stages == 1:
+            raise ConfigError(
+                f"{key} is {self.chunks}, but {path}.pipeline_model_parallel_size is 1: chunks of one stage would run "
+                "one after the other; set the key to null, or raise pipeline_model_parallel_size"
+            )
+        if self.chunks > 1 and stages == 2 and not self.overlap_p2p_comm:
+            raise ConfigError(
+                f"{path}.overlap_p2p_comm is false, but {key} is {self.chunks} and {path}.pipeline_model_parallel_size "
+                "is 2: megatron-core would mix up activations and gradients between the same two ranks; set "
+                "overlap_p2p_comm to true, or take more stages"
             )
 
     def _check_recompute(self, path: str) -> None:
