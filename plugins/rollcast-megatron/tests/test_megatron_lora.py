@@ -28,6 +28,7 @@ peft = pytest.importorskip("peft")
 ALONE = scenarios.ALONE
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -93,6 +94,7 @@ def test_training_is_that_of_peft(
         pytest.param("qwen2", True, {**SP2, **FULL}, id="sp2-recompute-tied"),
         pytest.param("qwen2", True, {**PP2, **FULL}, id="pp2-recompute-tied"),
         pytest.param("qwen3", True, {**PP2, "recompute_granularity": "selective"}, id="pp2-selective"),
+        pytest.param("qwen2", True, {**VP2, **FULL}, id="interleaved-recompute-tied"),
         pytest.param("llama", False, {}, id="copies"),
         pytest.param("llama", False, {"use_distributed_optimizer": False}, id="copies-of-the-optimizer"),
         pytest.param("qwen3", False, {**CP2, **PACKED}, id="packed-cp2"),
