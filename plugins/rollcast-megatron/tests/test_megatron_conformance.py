@@ -32,9 +32,7 @@ class TestMegatronEngine(EngineSuite):
         "pipeline x copies": Layout(4, PIPELINE),
         "interleaved x copies": Layout(4, INTERLEAVED, layers=4),
         "uneven, interleaved": Layout(2, {**INTERLEAVED, "num_layers_in_first_pipeline_stage": 2}, layers=6),
-        "four stages, interleaved": Layout(
-            4, {**INTERLEAVED, "pipeline_model_parallel_size": 4, "overlap_p2p_comm": False}, layers=8
-        ),
+        "four stages, interleaved": Layout(4, {**INTERLEAVED, "pipeline_model_parallel_size": 4}, layers=8),
         "packed, sequence parallel": Layout(2, {**TENSOR, **PACKED, "sequence_parallel": True}),
         "packed pipeline": Layout(2, {**PIPELINE, **PACKED, "recompute_granularity": "selective"}),
         "context": Layout(2, CONTEXT),

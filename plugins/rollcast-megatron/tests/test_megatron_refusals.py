@@ -67,11 +67,6 @@ VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
             2,
             r"actor\.engine\.virtual_pipeline_model_parallel_size must be at least 2",
         ),
-        (
-            {**VP2, "overlap_p2p_comm": False},
-            2,
-            r"actor\.engine\.overlap_p2p_comm is false, .*set overlap_p2p_comm to true, or take more stages",
-        ),
         ({"dtype": "fp8"}, 1, r"dtype must be one of float32, bfloat16, got 'fp8'"),
         (
             {"recompute_granularity": "half"},

@@ -312,7 +312,9 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         # Losses are already divided by counts of the whole mini-batch, so nothing may be averaged.
         "calculate_per_token_loss": True,
         "batch_p2p_comm": False,
-        "overlap_p2p_comm": plan.chunks > 1 and config.overlap_p2p_comm,
+        # Without overlap, the interleaved schedule exchanges activations and gradients in one call, which first waits
+        # for the shapes of both: with two stages it confuses their shapes, with more each stage waits for the next.
+        "overlap_p2p_comm": plan.chunks > 1,
         # Micro-batches differ in shape, which megatron-core only allows with this dispatcher.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",

@@ -36,8 +36,6 @@ class MegatronConfig:
     """Chunks of layers in each pipeline stage, for the interleaved schedule: stages wait less, and exchange activations
     this many times as often. null for one chunk.
     """
-    overlap_p2p_comm: bool = True
-    """Exchange activations between stages while they compute; only the interleaved schedule can."""
     context_parallel_size: Positive = 1
     """Ranks that split the tokens of each row; attention gathers the keys and values of all of them."""
     expert_model_parallel_size: Positive = 1
@@ -164,12 +162,6 @@ class MegatronConfig:
             raise ConfigError(
                 f"{key} is {self.chunks}, but {path}.pipeline_model_parallel_size is 1: chunks of one stage would run "
                 "one after the other; set the key to null, or raise pipeline_model_parallel_size"
-            )
-        if self.chunks > 1 and stages == 2 and not self.overlap_p2p_comm:
-            raise ConfigError(
-                f"{path}.overlap_p2p_comm is false, but {key} is {self.chunks} and {path}.pipeline_model_parallel_size "
-                "is 2: megatron-core would mix up activations and gradients between the same two ranks; set "
-                "overlap_p2p_comm to true, or take more stages"
             )
 
     def _check_recompute(self, path: str) -> None:
