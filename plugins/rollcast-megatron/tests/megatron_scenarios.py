@@ -244,3 +244,72 @@ def gather_counted(context: WorkerContext, folder: Path, limit: int, **keys: Any
         if tensor.shape != expected[name].shape or not torch.equal(tensor, expected[name].to(tensor.dtype))
     ]
     return counted[0], list(found), wrong
+
+
+def overlap(
+    context: WorkerContext,
+    folder: Path,
+    checkpoint: Path,
+    bucket: int | None = 300,
+    splits: list[int] | None = None,
+    lora: dict[str, Any] | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """Steps on buckets of ``bucket`` parameters, with passes, weights and a checkpoint between them.
+
+    Returns:
+        Also ``early``, the share of buckets that were reduced before each step asked for the gradient's norm, and
+        ``stale``, the number of weights that a step left to be gathered.
+    """
+    import megatron.core.distributed as distributed
+
+    original, options = distributed.DistributedDataParallelConfig, {} if bucket is None else {"bucket_size": bucket}
+    distributed.DistributedDataParallelConfig = lambda **given: original(**options, **given)
+    try:
+        engine = build(context, folder, lora=lora, **keys)
+    finally:
+        distributed.DistributedDataParallelConfig = original
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    groups = [group for runner in engine.runners for group in runner.bucket_groups]
+    early: list[float] = []
+    norm = optimizer.gradient_norm
+
+    def noted() -> float:
+        early.append(sum(group.grad_reduce_handle is not None for group in groups) / len(groups))
+        return norm()
+
+    optimizer.gradient_norm = noted  # type: ignore[method-assign]
+    history, seen = [step(engine, seed, splits) for seed in range(2)], {}
+    # Another batch in one block: its passes and its weights come before anything else completes the weights.
+    with engine.train_mode():
+        data = share(engine, random_batch(8, 6, 8, seed=2), splits)
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        raw = [parameter.detach().clone() for parameter in engine.stage.parameters()]
+        seen["within"] = weights(engine)
+        stale = sum(int((a != b).sum()) for a, b in zip(raw, engine.stage.parameters(), strict=True))
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        output, _ = engine.infer_batch(data, EVERYTHING)
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        engine.save_checkpoint(checkpoint)
+    # Gradients of two batches for one step.
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        for seed in (3, 4):
+            given = share(engine, random_batch(8, 6, 8, seed=seed), splits)
+            engine.forward_backward_batch(given, nll_loss, EVERYTHING)
+        total, _ = engine.optimizer_step()
+    seen["after"] = weights(engine)
+    engine.load_checkpoint(checkpoint)
+    seen["loaded"] = weights(engine)
+    history.append(step(engine, 5, splits))
+    seen["end"] = weights(engine)
+    return {
+        "history": history,
+        "log_probs": output["log_probs"],
+        "total": total,
+        "weights": seen,
+        "early": early,
+        "stale": stale,
+        "groups": len(groups),
+    }

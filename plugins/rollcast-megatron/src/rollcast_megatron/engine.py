@@ -36,6 +36,7 @@ from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.lora import adapt_stage, plan_adapter
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
+from rollcast_megatron.overlap import complete_weights, gather_before_use, reduce_in_backward
 from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.step import Pass, run_pass
 from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, load_random, open_folder
@@ -43,7 +44,15 @@ from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, lo
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast.contracts.engine import (
+        BaseEngine,
+        ForwardSettings,
+        LossFunction,
+        ModelConfig,
+        ModelType,
+        OptimConfig,
+        TrainOutput,
+    )
     from rollcast.contracts.weights import AdapterWeights
     from rollcast_engine.routing import RouterTape
     from rollcast_engine.weights import WeightFolder
@@ -97,10 +106,12 @@ class MegatronEngine(TorchEngine):
         #: This rank's stage, and the modules that pipeline schedules run: its chunks, or the wrappers that reduce their
         #: gradients.
         self.stage: Stage
-        self.runners: list[nn.Module]
+        self.runners: list[nn.Module] = []
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        #: True during a call that takes an optimizer step on the gradients of one batch.
+        self._steps_next = False
         #: Distribution of the adapter that is trained instead of the model; None without one.
         self.adapter: AdapterPlan | None = None
         #: Routers of the stage; None if the model has no experts.
@@ -161,14 +172,23 @@ class MegatronEngine(TorchEngine):
 
         from rollcast_megatron.optimizer import StageOptimizer
 
-        # With a single rank per part of the model there is nothing to distribute.
-        distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        # With a single rank per part of the model there is nothing to distribute or to exchange.
+        shared = self.mesh.data_size * self.mesh.context_size > 1
+        distributed = self.config.use_distributed_optimizer and shared
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=self.config.overlap_grad_reduce and shared,
+            # An adapter's matrices are read outside their module's forward pass, and are small.
+            overlap_param_gather=self.config.overlap_param_gather and distributed and self.adapter is None,
+        )
         # Only the first chunk is reduced at the end of the backward pass, where nothing else hides the exchange.
         self.runners = [
             DistributedDataParallel(self.stage.config, options, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.stage.chunks)
         ]
+        if options.overlap_param_gather:
+            gather_before_use(self.runners, self.stage)
         # An adapter is float32, and has no float32 copies; a value head has the dtype of the model.
         only_adapter = self.adapter is not None and not self.plan.is_value_model
         dtype = torch.float32 if only_adapter else DTYPES[self.config.dtype]
@@ -182,6 +202,8 @@ class MegatronEngine(TorchEngine):
         self._train(training)
         try:
             yield
+            # Not after an error, which other ranks may not have: they would not gather.
+            complete_weights(self.runners)
         finally:
             self._train(was_training)
             self._offload()
@@ -215,6 +237,14 @@ class MegatronEngine(TorchEngine):
             self._to(torch.device("cpu"), optimizer=True)
         self._whole = None
         return norm, False
+
+    def train_batch(self, data: DataProto, loss_function: LossFunction, settings: ForwardSettings) -> TrainOutput:
+        """Take one optimizer step on this rank's rows of a mini-batch."""
+        self._steps_next = True
+        try:
+            return super().train_batch(data, loss_function, settings)
+        finally:
+            self._steps_next = False
 
     def forward_backward_batch(
         self,
@@ -262,6 +292,7 @@ class MegatronEngine(TorchEngine):
         routing = nullcontext() if self.tape is None else self.tape.batch(self.device)
         with (
             routing,
+            self._reducing(forward_only),
             torch.set_grad_enabled(not forward_only),
             nullcontext() if reference is None or reference is self else reference.mode(False),
         ):
@@ -276,6 +307,11 @@ class MegatronEngine(TorchEngine):
         if record is not None:
             batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
         return batch, metrics[0]
+
+    def _reducing(self, forward_only: bool) -> AbstractContextManager[None]:
+        if forward_only or self.optimizer is None or not self.optimizer.overlaps:
+            return nullcontext()
+        return reduce_in_backward(self.runners, self._steps_next)
 
     def _router_groups(self) -> list[Any]:
         """Return the groups along which ranks have other layers, or other positions of the same rows."""
@@ -324,6 +360,7 @@ class MegatronEngine(TorchEngine):
 
         They do not contain the adapter. All ranks must iterate to the end together.
         """
+        complete_weights(self.runners)
         yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -371,6 +408,7 @@ class MegatronEngine(TorchEngine):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator."""
         target = torch.device("cpu") if device == "cpu" else self.device
+        complete_weights(self.runners)
         self._to(target, model=model, optimizer=optimizer, grad=grad)
 
     def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
@@ -415,6 +453,7 @@ class MegatronEngine(TorchEngine):
         self._whole = None
 
     def _state(self) -> checkpoints.EngineState:
+        complete_weights(self.runners)
         return checkpoints.EngineState(
             model_type=self.setup.model_type,
             rank=self.setup.context.rank,

@@ -5,7 +5,7 @@ Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -205,6 +205,8 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
     def __init__(self, *, is_value_model: bool, **options: Any) -> None:
         super().__init__(**options)
         self.is_value_model = is_value_model
+        #: Waits for a weight that is read outside its module's forward pass; None if weights are always complete.
+        self.await_weight: Callable[[Tensor], None] | None = None
         #: This chunk's matrices of the LoRA adapter; None without one.
         self.adapter: StageAdapter | None = None
         if is_value_model and self.post_process:
@@ -232,6 +234,8 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        if self.await_weight is not None:
+            self.await_weight(weight)
         return weight
 
     def hidden_at(self, hidden: Tensor, positions: Positions) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rollcast_engine.optim import learning_rate
 from rollcast_megatron import cpu
+from rollcast_megatron.overlap import start_reductions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ class StageOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         )
         with cpu.cuda_type_names():
             # No overrides: weight decay applies to every parameter, as in all engines.
@@ -72,6 +74,11 @@ class StageOptimizer:
                     if is_torch:
                         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
+    @property
+    def overlaps(self) -> bool:
+        """True if gradients are reduced in the backward pass."""
+        return bool(self.chunks[0].ddp_config.overlap_grad_reduce)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for chunk in self.chunks:
@@ -82,6 +89,7 @@ class StageOptimizer:
         """Reduce gradients over the ranks that share parameters, and return their global norm."""
         from megatron.core.distributed import finalize_model_grads
 
+        start_reductions(self.chunks)
         finalize_model_grads(self.chunks, None)
         self.whole.prepare_grads()
         return float(self.whole.get_grad_norm())

@@ -10,12 +10,18 @@ from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
 
+_EXCHANGE = "an exchange between data-parallel ranks takes no extra time if it runs beside computation"
 _MEMORY = "activations of long rows exceed a device's memory"
 
 
 def _sets_no_recompute(given: Mapping[str, Any]) -> bool:
     """Return True if the section sets none of the keys of recomputation, which only fit each other together."""
     return not any(key.startswith("recompute_") for key in given)
+
+
+def _distributes(given: Mapping[str, Any]) -> bool:
+    """Return True if the section leaves on what `overlap_param_gather` needs."""
+    return all(given.get(key, True) for key in ("use_distributed_optimizer", "overlap_grad_reduce"))
 
 
 @config
@@ -48,6 +54,12 @@ class MegatronConfig:
     """Pack a micro-batch's rows into one sequence without padding."""
     use_distributed_optimizer: bool = True
     """Distribute the optimizer's state over the data-parallel (and context-parallel) ranks."""
+    overlap_grad_reduce: Annotated[bool, OnAccelerator(True, _EXCHANGE)] = False
+    """Reduce gradients over the data-parallel ranks during the last micro-batch's backward pass."""
+    overlap_param_gather: Annotated[bool, OnAccelerator(True, _EXCHANGE, _distributes)] = False
+    """Gather the weights that the distributed optimizer has updated during the next forward pass, instead of after the
+    step; needs `overlap_grad_reduce`. An adapter's weights are always gathered after the step.
+    """
     dtype: Annotated[
         Literal["float32", "bfloat16"], OnAccelerator("bfloat16", "the speed of bfloat16, with a float32 optimizer")
     ] = "float32"
@@ -111,6 +123,7 @@ class MegatronConfig:
                     "has all layers; set the key to null, or raise pipeline_model_parallel_size"
                 )
         self._check_chunks(path)
+        self._check_overlap(path)
         self._check_recompute(path)
 
     @property
@@ -163,6 +176,14 @@ class MegatronConfig:
                 f"{key} is {self.chunks}, but {path}.pipeline_model_parallel_size is 1: chunks of one stage would run "
                 "one after the other; set the key to null, or raise pipeline_model_parallel_size"
             )
+
+    def _check_overlap(self, path: str) -> None:
+        for key in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if self.overlap_param_gather and not getattr(self, key):
+                raise ConfigError(
+                    f"{path}.overlap_param_gather is true, but {path}.{key} is false; set overlap_param_gather to "
+                    f"false, or {key} to true"
+                )
 
     def _check_recompute(self, path: str) -> None:
         granularity, method, layers = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
