@@ -64,7 +64,8 @@ class AdapterPlan:
                     continue
                 splits_rows = layer.weight.layout.dim == 0
                 for name, dim in ((pair.a, None if splits_rows else 1), (pair.b, 0 if splits_rows else None)):
-                    yield Placed(Weight((f"adapter.{_key(name)}",), (name,), Split(dim)), layer.stage, chunk=layer.chunk)
+                    weight = Weight((f"adapter.{_key(name)}",), (name,), Split(dim))
+                    yield Placed(weight, layer.stage, chunk=layer.chunk)
 
     def own_weights(self) -> Iterator[Placed]:
         """Yield the matrices of this rank's stage."""
@@ -185,9 +186,7 @@ class StageAdapter(nn.Module):
         enabled: True if forward passes use the adapter.
     """
 
-    def __init__(
-        self, adapter_plan: AdapterPlan, chunk: int, is_sequence_parallel: bool, device: torch.device
-    ) -> None:
+    def __init__(self, adapter_plan: AdapterPlan, chunk: int, is_sequence_parallel: bool, device: torch.device) -> None:
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
         super().__init__()
