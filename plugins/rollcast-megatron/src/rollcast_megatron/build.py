@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -386,7 +386,7 @@ def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
         )
 
 
-def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
+def _mark_split(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
     """Mark the parameters that differ between tensor-parallel ranks; megatron-core needs the mark to sum norms.
 
     megatron-core sets the mark itself only for parameters that it initializes.
@@ -406,7 +406,7 @@ def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
         raise ConfigError(f"the model's map in rollcast.megatron_models leaves out {', '.join(sorted(unknown))}")
 
 
-def find_name(placed: Placed, parameters: dict[str, Any]) -> str:
+def find_name(placed: Placed, parameters: Mapping[str, Any]) -> str:
     """Return the one of a weight's names that the model has.
 
     Raises:

@@ -8,7 +8,7 @@ is whole on each rank. Ranks exchange only A's output, which has ``r`` numbers p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -245,7 +245,7 @@ class _Hook:
         bank: StageAdapter,
         layer: Placed,
         adapter_plan: AdapterPlan,
-        parameters: dict[str, Tensor],
+        parameters: Mapping[str, Tensor],
         config: TransformerConfig,
     ) -> None:
         self._is_sequence_parallel = config.sequence_parallel

@@ -10,7 +10,7 @@ from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
 
-_EXCHANGE = "an exchange between data-parallel ranks takes no extra time if it runs beside computation"
+_EXCHANGE = "an exchange between data-parallel ranks takes no extra time if it runs during computation"
 _MEMORY = "activations of long rows exceed a device's memory"
 
 
