@@ -157,9 +157,12 @@ def kl_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss, {"nll": loss.detach()})
 
 
-def compare(context: WorkerContext, folder: Path, other: Path, **options: Any) -> dict[str, Any]:
-    """Two steps on the exact KL from another model."""
-    reference, engine = build(context, other, trained=False, **options), build(context, folder, **options)
+def compare(
+    context: WorkerContext, folder: Path, other: Path, theirs: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Two steps on the exact KL from another model, whose engine may have keys of its own."""
+    reference = build(context, other, trained=False, **(options if theirs is None else theirs))
+    engine = build(context, folder, **options)
     settings = ForwardSettings(vocabulary_kl="exact", micro_batch_size_per_gpu=3)
     with kl_penalties.temporarily("exact", exact_kl):
         engine.set_reference(reference)

@@ -201,6 +201,14 @@ def test_random_weights_are_the_same_on_every_mesh(two_ranks: Ranks, model_of: C
         pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="sp2"),
         pytest.param({"pipeline_model_parallel_size": 2}, id="pp2"),
         pytest.param({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, id="interleaved"),
+        pytest.param(
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "theirs": {"pipeline_model_parallel_size": 2},
+            },
+            id="interleaved-but-not-the-reference",
+        ),
         pytest.param({"context_parallel_size": 2, "use_remove_padding": True}, id="cp2-packed"),
     ],
 )

@@ -282,11 +282,13 @@ class MegatronEngine(TorchEngine):
             reference=None if reference is None else reference.stage,
             reference_mode=self._as_base() if reference is self else nullcontext(),
             sums=MetricSums(),
-            # Ranks that share experts exchange tokens in each micro-batch.
             tape=self.tape,
             record=record,
             is_sequence_parallel=self.config.sequence_parallel,
-            micro_batches=agreed.micro_batches if self.mesh.expert_size > 1 else len(plan),
+            # Ranks that share experts exchange tokens in each micro-batch.
+            micro_batches=self._count_passes(
+                agreed.micro_batches if self.mesh.expert_size > 1 else len(plan), reference
+            ),
         )
         names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
         routing = nullcontext() if self.tape is None else self.tape.batch(self.device)
@@ -307,6 +309,15 @@ class MegatronEngine(TorchEngine):
         if record is not None:
             batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
         return batch, metrics[0]
+
+    def _count_passes(self, needed: int, reference: MegatronEngine | None) -> int:
+        """Return the number of micro-batches to run: an interleaved schedule takes groups of as many as stages.
+
+        A rank without rows runs some too, to take part in the gradient reduction of its data-parallel group.
+        """
+        plans = [self.plan, *([] if reference is None else [reference.plan])]
+        group = self.mesh.pipeline_size if any(plan.chunks > 1 for plan in plans) else 1
+        return max(-(-needed // group), 1) * group
 
     def _reducing(self, forward_only: bool) -> AbstractContextManager[None]:
         if forward_only or self.optimizer is None or not self.optimizer.overlaps:

@@ -52,7 +52,7 @@ class Pass:
         tape: routers of the stage; None if the model has no experts.
         record: record of their choices; None if it is not requested.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
-        micro_batches: number of micro-batches to run.
+        micro_batches: number of micro-batches to run, with dummies after the last one.
     """
 
     plan: BatchPlan
@@ -89,14 +89,10 @@ class _Micros:
     def __init__(self, work: Pass, chunks: int) -> None:
         self._work, self._chunks = work, chunks
         self._ready: dict[int, tuple[MicroBatch, DecoderInputs]] = {}
-        ranks = work.model_plan.mesh.pipeline_size if chunks > 1 else 1
-        # A rank without rows still takes part in the gradient reduction of its data-parallel group. The interleaved
-        # schedule takes micro-batches in groups of as many as there are stages; dummies complete the last group.
-        self.count = max(-(-work.micro_batches // ranks), 1) * ranks
 
     def of(self, chunk: int) -> Iterator[tuple[int, MicroBatch, DecoderInputs]]:
         """Yield index, micro-batch and inputs of each micro-batch, as a chunk of the stage takes them."""
-        for index in range(self.count):
+        for index in range(self._work.micro_batches):
             if index not in self._ready:
                 micro = self._work.micro_batch(index)
                 self._ready[index] = micro, decoder_inputs(micro, self._work.layout)
@@ -211,7 +207,7 @@ def _run_schedule(
         forward_step_func=forward,
         data_iterator=iterators if chunks > 1 else iterators[0],
         model=runners,
-        num_microbatches=micros.count,
+        num_microbatches=work.micro_batches,
         seq_length=1,  # micro-batches exchange their shapes
         micro_batch_size=1,
         forward_only=forward_only,
