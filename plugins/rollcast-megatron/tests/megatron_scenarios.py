@@ -249,6 +249,17 @@ def gather_counted(context: WorkerContext, folder: Path, limit: int, **keys: Any
     return counted[0], list(found), wrong
 
 
+def _build_in_buckets(bucket: int | None, *place: Any, **options: Any) -> MegatronEngine:
+    import megatron.core.distributed as distributed
+
+    original, sizes = distributed.DistributedDataParallelConfig, {} if bucket is None else {"bucket_size": bucket}
+    distributed.DistributedDataParallelConfig = lambda **given: original(**sizes, **given)
+    try:
+        return build(*place, **options)
+    finally:
+        distributed.DistributedDataParallelConfig = original
+
+
 def overlap(
     context: WorkerContext,
     folder: Path,
@@ -264,14 +275,7 @@ def overlap(
         Also ``early``, the share of buckets that were reduced before each step asked for the gradient's norm, and
         ``stale``, the number of weights that a step left to be gathered.
     """
-    import megatron.core.distributed as distributed
-
-    original, options = distributed.DistributedDataParallelConfig, {} if bucket is None else {"bucket_size": bucket}
-    distributed.DistributedDataParallelConfig = lambda **given: original(**options, **given)
-    try:
-        engine = build(context, folder, lora=lora, **keys)
-    finally:
-        distributed.DistributedDataParallelConfig = original
+    engine = _build_in_buckets(bucket, context, folder, lora=lora, **keys)
     optimizer = engine.optimizer
     assert optimizer is not None
     groups = [group for runner in engine.runners for group in runner.bucket_groups]

@@ -265,8 +265,7 @@ class MegatronEngine(TorchEngine):
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
         check_replay(data, self.tape)
         plan = plan_batch(data, settings, self.config.use_remove_padding, self.mesh.context_size)
-        group = self.get_data_parallel_group()
-        agreed = agree_on_counts(plan, settings, group, self.device)
+        agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings, self.mesh.context_size)
         reference = self._reference_for(settings)
         record = start_record(settings, plan.source, self.tape, self.device)
@@ -299,16 +298,22 @@ class MegatronEngine(TorchEngine):
             nullcontext() if reference is None or reference is self else reference.mode(False),
         ):
             outputs = run_pass(self.runners, work, names, forward_only)
-        metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
-        if self.mesh.pipeline_size > 1:
-            last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
-            dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
+        metrics = self._reduce_metrics(work.sums)
         if not forward_only:
-            return None, metrics[0] | self._router_metrics()
+            return None, metrics | self._router_metrics()
         batch = plan.source.as_batch(outputs)
         if record is not None:
             batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
-        return batch, metrics[0]
+        return batch, metrics
+
+    def _reduce_metrics(self, sums: MetricSums) -> dict[str, float]:
+        """Return the metrics of all ranks, which the last stage sums, on every stage."""
+        metrics: list[Any] = [sums.reduce(self.get_data_parallel_group()) if self.mesh.is_last_stage else None]
+        if self.mesh.pipeline_size > 1:
+            last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
+            dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
+        reduced: dict[str, float] = metrics[0]
+        return reduced
 
     def _count_passes(self, needed: int, reference: MegatronEngine | None) -> int:
         """Return the number of micro-batches to run: an interleaved schedule takes groups of as many as stages.
