@@ -320,3 +320,22 @@ def overlap(
         "stale": stale,
         "groups": len(groups),
     }
+
+
+def offload(context: WorkerContext, folder: Path, **keys: Any) -> tuple[list[str], bool]:
+    """Move buffers to host memory and back; return the parameters that stayed, and whether all came back."""
+    from rollcast_megatron.offload import move_stage
+
+    engine = build(context, folder, **keys)
+    step(engine, 0)
+    before = weights(engine)
+    for runner in engine.runners:
+        move_stage(runner, torch.device("cpu"), model=True, grad=True)
+    stayed = [name for name, each in engine.stage.named_parameters() if each.untyped_storage().nbytes()]
+    for runner in engine.runners:
+        # Buffers are restored in place, so that the name of an accelerator is enough.
+        move_stage(runner, torch.device("cuda"), model=not stayed, grad=True)
+    if stayed:
+        return stayed, False
+    after = weights(engine)
+    return stayed, all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -228,6 +228,14 @@ def test_the_exact_kl_is_that_of_one_rank(
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
 
 
+@pytest.mark.parametrize("keys", [{}, {"expert_model_parallel_size": 2}], ids=["copies", "ep2"])
+def test_experts_leave_the_device_too(two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]) -> None:
+    """megatron-core keeps the weights of experts in buffers of their own."""
+    for stayed, is_back in two_ranks.run(scenarios.offload, folder=model_of("qwen3_moe", False), **keys):
+        assert not stayed
+        assert is_back
+
+
 def test_torch_stays_as_it_is() -> None:
     """Preparing megatron-core for the CPU changes nothing that others see."""
     script = """
