@@ -75,6 +75,7 @@ GPU_PARTS = {
         "rollcast-fsdp/tests/test_fsdp_devices.py",
         "rollcast-megatron/tests/test_megatron_gpu_experts.py",
         "rollcast-megatron/tests/test_megatron_meshes.py",
+        "rollcast-megatron/tests/test_megatron_overlap.py",
     ],
     "memory": ["rollcast-fsdp/tests/test_fsdp_hand_over.py", "rollcast-profiling/tests/test_profiler.py"],
     "rollouts": ["rollcast-hf/tests/test_hf_on_cuda.py"],

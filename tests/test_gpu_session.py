@@ -29,7 +29,9 @@ def test_each_part_has_marked_tests(part: str) -> None:
     """By their source, because the engines of some parts are not installed here."""
     for file in PARTS[part]:
         text = (ROOT / "plugins" / file).read_text()
-        assert re.search(r"mark\.gpu|needs_cuda|on_cuda|DEVICES", text), f"{file} has no test for a device"
+        assert re.search(r"mark\.gpu|needs_cuda|needs_devices|on_cuda|DEVICES", text), (
+            f"{file} has no test for a device"
+        )
 
 
 @pytest.fixture(scope="module")

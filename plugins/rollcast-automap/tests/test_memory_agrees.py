@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 
 from rollcast.config import compose
+from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.mapping import Cluster, DeviceKind, Mesh, Node, Placement, Pool, Problem, RoleSpec
 from rollcast.contracts.trainer import trainers
+from rollcast.errors import ConfigError
 from rollcast_automap.composition import pool_bytes
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.memory.memory_facts import plan_memory
+from rollcast_automap.memory.memory_model import measure_model
 from rollcast_automap.memory.role_specs import micro_batch_rows, slots_of
+from rollcast_automap.memory.splits import check_split
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem
+from rollcast_automap.search.search_space import list_meshes
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.task_runner import TaskRunner
@@ -48,6 +53,10 @@ CASES = {
     "eager attention": [*EIGHT, "model.attn_implementation=eager"],
     "megatron": MEGATRON,
     "megatron in stages": [*MEGATRON, "actor.engine.pipeline_model_parallel_size=2"],
+    "megatron in interleaved stages": [
+        *(*MEGATRON, "actor.engine.pipeline_model_parallel_size=2"),
+        "actor.engine.virtual_pipeline_model_parallel_size=2",
+    ],
     "megatron's distributed optimizer, recomputed": [
         *(*MEGATRON, "actor.engine.use_distributed_optimizer=true", "actor.engine.dtype=bfloat16"),
         *("actor.engine.recompute_granularity=full", "actor.engine.sequence_parallel=true"),
@@ -125,6 +134,36 @@ def test_plan_and_map_say_the_same_bytes(model: Path, name: str) -> None:
     assert actor.gradients == items["actor: gradients"]
     assert actor.optimizer == items["actor: optimizer state"]
     assert (actor.activations, actor.logits) == (items["actor: activations"], items["actor: logits"])
+
+
+def test_plan_and_map_divide_stages_into_chunks(model: Path) -> None:
+    """Map proposes no stages that plan would refuse; the model has four layers."""
+    stages, key = "actor.engine.pipeline_model_parallel_size", "actor.engine.virtual_pipeline_model_parallel_size"
+    trainer = build(model, [*MEGATRON, f"{stages}=2", f"{key}=2"])
+    problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+    found = {mesh.pipeline for mesh in list_meshes(problem, problem.role("actor"), Pool("one", ((0, 8),)))}
+    assert found == {2}
+    size = measure_model(ModelConfig(str(model)))
+    check_split(trainer, size)
+    with pytest.raises(ConfigError, match=rf"{key} is 3, .* 2 layers in each stage, .* would fit: 1, 2$"):
+        check_split(build(model, [*MEGATRON, f"{stages}=2", f"{key}=3"]), size)
+    uneven = "actor.engine.num_layers_in_first_pipeline_stage=2"
+    check_split(build(model, [*MEGATRON, f"{stages}=2", f"{key}=2", uneven]), replace(size, layers=7))
+
+
+def test_chunks_of_stages_cost_exchanges_and_save_idle_time(model: Path) -> None:
+    stages, costs = [*MEGATRON, "actor.engine.pipeline_model_parallel_size=2"], AnalyticalCosts(AnalyticalConfig())
+    found = []
+    for changes in ([], ["actor.engine.virtual_pipeline_model_parallel_size=2"]):
+        trainer = build(model, [*stages, *changes])
+        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        placement, pool = place(trainer, problem, problem.role("actor"))
+        stage = next(each for each in problem.stages if each.name == "update_actor")
+        found.append(costs.stage_cost(problem, stage, placement, pool, "hybrid"))
+    plain, chunks = found
+    assert chunks.communication > plain.communication
+    assert chunks.bubble < plain.bubble
+    assert chunks.compute == plain.compute
 
 
 def actor_of(model: Path, *changes: str, mesh: Mesh | None = None) -> tuple[Any, RoleSpec]:

@@ -438,6 +438,15 @@ def test_keys_that_save_memory_lower_the_bound(config_folder: Path) -> None:
     assert bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False) == plain / 24
 
 
+def test_interleaved_stages_keep_more_activations(config_folder: Path) -> None:
+    size, passes = replace(measure_model(ModelConfig(str(config_folder))), layers=24), Passes(8, 2048, 1024)
+    bounds = [
+        bound_activations(size, passes, EngineLayout(1, pipeline=4, chunks=chunks), eager=False) for chunks in (1, 2, 3)
+    ]
+    # The first stage holds stages * chunks + stages - 1 chunks of 24 / (stages * chunks) layers.
+    assert [bound / (bounds[0] / 24) for bound in bounds] == [24, 33, 30]
+
+
 def test_gathered_weights_are_two_layers_and_what_is_outside(config_folder: Path) -> None:
     size = measure_model(ModelConfig(str(config_folder)))
     outside = size.parameters - size.layers * size.layer

@@ -157,9 +157,12 @@ def kl_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss, {"nll": loss.detach()})
 
 
-def compare(context: WorkerContext, folder: Path, other: Path, **options: Any) -> dict[str, Any]:
-    """Two steps on the exact KL from another model."""
-    reference, engine = build(context, other, trained=False, **options), build(context, folder, **options)
+def compare(
+    context: WorkerContext, folder: Path, other: Path, theirs: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Two steps on the exact KL from another model, whose engine may have keys of its own."""
+    reference = build(context, other, trained=False, **(options if theirs is None else theirs))
+    engine = build(context, folder, **options)
     settings = ForwardSettings(vocabulary_kl="exact", micro_batch_size_per_gpu=3)
     with kl_penalties.temporarily("exact", exact_kl):
         engine.set_reference(reference)
@@ -244,3 +247,95 @@ def gather_counted(context: WorkerContext, folder: Path, limit: int, **keys: Any
         if tensor.shape != expected[name].shape or not torch.equal(tensor, expected[name].to(tensor.dtype))
     ]
     return counted[0], list(found), wrong
+
+
+def _build_in_buckets(bucket: int | None, *place: Any, **options: Any) -> MegatronEngine:
+    import megatron.core.distributed as distributed
+
+    original, sizes = distributed.DistributedDataParallelConfig, {} if bucket is None else {"bucket_size": bucket}
+    distributed.DistributedDataParallelConfig = lambda **given: original(**sizes, **given)
+    try:
+        return build(*place, **options)
+    finally:
+        distributed.DistributedDataParallelConfig = original
+
+
+def overlap(
+    context: WorkerContext,
+    folder: Path,
+    checkpoint: Path,
+    bucket: int | None = 300,
+    splits: list[int] | None = None,
+    lora: dict[str, Any] | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """Steps on buckets of ``bucket`` parameters, with passes, weights and a checkpoint between them.
+
+    Returns:
+        Also ``early``, the share of buckets that were reduced before each step asked for the gradient's norm, and
+        ``stale``, the number of weights that a step left to be gathered.
+    """
+    engine = _build_in_buckets(bucket, context, folder, lora=lora, **keys)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    groups = [group for runner in engine.runners for group in runner.bucket_groups]
+    early: list[float] = []
+    norm = optimizer.gradient_norm
+
+    def noted() -> float:
+        early.append(sum(group.grad_reduce_handle is not None for group in groups) / len(groups))
+        return norm()
+
+    optimizer.gradient_norm = noted  # type: ignore[method-assign]
+    history, seen = [step(engine, seed, splits) for seed in range(2)], {}
+    # Another batch in one block: its passes and its weights come before anything else completes the weights.
+    with engine.train_mode():
+        data = share(engine, random_batch(8, 6, 8, seed=2), splits)
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        raw = [parameter.detach().clone() for parameter in engine.stage.parameters()]
+        seen["within"] = weights(engine)
+        stale = sum(int((a != b).sum()) for a, b in zip(raw, engine.stage.parameters(), strict=True))
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        output, _ = engine.infer_batch(data, EVERYTHING)
+        history.append(engine.train_batch(data, nll_loss, EVERYTHING))
+        engine.save_checkpoint(checkpoint)
+    # Gradients of two batches for one step.
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        for seed in (3, 4):
+            given = share(engine, random_batch(8, 6, 8, seed=seed), splits)
+            engine.forward_backward_batch(given, nll_loss, EVERYTHING)
+        total, _ = engine.optimizer_step()
+    seen["after"] = weights(engine)
+    engine.load_checkpoint(checkpoint)
+    seen["loaded"] = weights(engine)
+    history.append(step(engine, 5, splits))
+    seen["end"] = weights(engine)
+    return {
+        "history": history,
+        "log_probs": output["log_probs"],
+        "total": total,
+        "weights": seen,
+        "early": early,
+        "stale": stale,
+        "groups": len(groups),
+    }
+
+
+def offload(context: WorkerContext, folder: Path, **keys: Any) -> tuple[list[str], bool]:
+    """Move buffers to host memory and back; return the parameters that stayed, and whether all came back."""
+    from rollcast_megatron.offload import move_stage
+
+    engine = build(context, folder, **keys)
+    step(engine, 0)
+    before = weights(engine)
+    for runner in engine.runners:
+        move_stage(runner, torch.device("cpu"), model=True, grad=True)
+    stayed = [name for name, each in engine.stage.named_parameters() if each.untyped_storage().nbytes()]
+    for runner in engine.runners:
+        # Buffers are restored in place, so that the name of an accelerator is enough.
+        move_stage(runner, torch.device("cuda"), model=not stayed, grad=True)
+    if stayed:
+        return stayed, False
+    after = weights(engine)
+    return stayed, all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 VALUES = {"model_type": "value_model"}
@@ -46,6 +47,8 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         pytest.param("qwen3", True, {**PP2, "num_layers_in_last_pipeline_stage": 1}, SP2, id="pp2-uneven-to-sp2-tied"),
         pytest.param("llama", False, {"use_distributed_optimizer": False}, PP2, id="dp2-to-pp2"),
         pytest.param("qwen2", False, {}, TP2, id="distributed-dp2-to-tp2"),
+        pytest.param("qwen2", True, VP2, TP2, id="interleaved-to-tp2-tied"),
+        pytest.param("qwen3_moe", False, PP2, VP2, id="pp2-to-interleaved"),
         pytest.param("qwen3_moe", False, EP2, SP2, id="ep2-to-sp2"),
         pytest.param("qwen3_moe", True, {}, {**EP2, "use_distributed_optimizer": False}, id="dp2-to-ep2-tied"),
         pytest.param("qwen2", True, {**PP2, **VALUES}, {**TP2, **VALUES}, id="value-model-pp2-to-tp2"),
@@ -126,7 +129,9 @@ def test_what_is_refused(two_ranks: Ranks, model_of: Callable[..., Path], tmp_pa
     assert "was not written by the megatron engine" in two_ranks.run(scenarios.fail_to_load, **options)[0]["text"]
 
 
-@pytest.mark.parametrize(("tied", "keys"), [(False, SP2), (True, PP2)], ids=["sp2", "pp2-tied"])
+@pytest.mark.parametrize(
+    ("tied", "keys"), [(False, SP2), (True, PP2), (True, VP2)], ids=["sp2", "pp2-tied", "interleaved-tied"]
+)
 def test_exports_open_in_transformers(
     two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, tied: bool, keys: dict[str, Any]
 ) -> None:

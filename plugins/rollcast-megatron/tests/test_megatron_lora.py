@@ -28,6 +28,7 @@ peft = pytest.importorskip("peft")
 ALONE = scenarios.ALONE
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -93,6 +94,7 @@ def test_training_is_that_of_peft(
         pytest.param("qwen2", True, {**SP2, **FULL}, id="sp2-recompute-tied"),
         pytest.param("qwen2", True, {**PP2, **FULL}, id="pp2-recompute-tied"),
         pytest.param("qwen3", True, {**PP2, "recompute_granularity": "selective"}, id="pp2-selective"),
+        pytest.param("qwen2", True, {**VP2, **FULL}, id="interleaved-recompute-tied"),
         pytest.param("llama", False, {}, id="copies"),
         pytest.param("llama", False, {"use_distributed_optimizer": False}, id="copies-of-the-optimizer"),
         pytest.param("qwen3", False, {**CP2, **PACKED}, id="packed-cp2"),
@@ -112,7 +114,7 @@ def test_two_ranks_train_as_one(
     assert_trained_alike(alone, two_ranks.run(lora.train, folder=folder, **keys))
 
 
-@pytest.mark.parametrize("keys", [TP2, SP2, PP2], ids=["tp2", "sp2", "pp2"])
+@pytest.mark.parametrize("keys", [TP2, SP2, PP2, VP2], ids=["tp2", "sp2", "pp2", "interleaved"])
 def test_a_value_model_trains_its_head_too(
     two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
 ) -> None:
@@ -138,7 +140,7 @@ def test_the_adapter_of_a_bfloat16_model_is_float32(
             assert given.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
 
 
-@pytest.mark.parametrize("keys", [TP2, PP2, {}], ids=["tp2", "pp2", "copies"])
+@pytest.mark.parametrize("keys", [TP2, PP2, VP2, {}], ids=["tp2", "pp2", "interleaved", "copies"])
 def test_the_base_model_is_the_reference(two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]) -> None:
     folder = model_of()
     alone = lora.compare_with_base(ALONE, folder)
@@ -158,7 +160,7 @@ def test_only_an_engine_with_an_adapter_has_a_base_model(model_of: Callable[...,
         engine.set_reference(engine)
 
 
-@pytest.mark.parametrize("keys", [{}, SP2, PP2], ids=["copies", "sp2", "pp2"])
+@pytest.mark.parametrize("keys", [{}, SP2, PP2, VP2], ids=["copies", "sp2", "pp2", "interleaved"])
 def test_checkpoints_hold_the_adapter_and_resume(
     two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
@@ -222,6 +224,13 @@ def test_checkpoints_of_other_models_are_refused(model_of: Callable[..., Path], 
     [
         ("qwen2", {"num_key_value_heads": 1}, ["q_proj"], TP2, r"divides the model's 1 key-value heads, not 2"),
         ("qwen2", {}, r".*layers\.0\..*_proj", PP2, r"selects no layer of pipeline stage 1"),
+        (
+            "qwen2",
+            {},
+            r".*layers\.[0-2]\..*_proj",
+            VP2,
+            r"no layer of chunk 1 of pipeline stage 1, .*or lower virtual_",
+        ),
         ("qwen2", {}, ["lm_head"], {}, r"the vocabulary head"),
         ("qwen2", {}, ["embed_tokens"], {}, r"not a linear layer"),
         ("qwen2", {}, ["nothing"], {}, r"model.target_modules=\['nothing'\] cannot be adapted"),

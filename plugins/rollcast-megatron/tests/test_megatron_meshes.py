@@ -19,6 +19,7 @@ from rollcast_testing.ranks import Ranks
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -51,6 +52,7 @@ def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
         pytest.param("qwen3", False, {**PP2, **FULL_RECOMPUTE}, id="pp2-qwen3-recompute"),
         pytest.param("qwen2", True, {**TP2, "head_chunk_size": 3}, id="tp2-qwen2-tied-chunks"),
         pytest.param("llama", True, {**PP2, "num_layers_in_first_pipeline_stage": 1}, id="pp2-llama-tied-uneven"),
+        pytest.param("qwen3", True, {**VP2, **FULL_RECOMPUTE}, id="vp2-qwen3-tied-recompute"),
     ],
 )
 def test_two_ranks_are_plain_transformers(

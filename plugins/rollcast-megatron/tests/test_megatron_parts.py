@@ -49,15 +49,20 @@ def test_fused_rows(rows: int, count: int) -> None:
     assert all(map(torch.equal, layout.unfuse(layout.fuse(parts, 1), 1), parts))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_maps_name_every_parameter_once(family: str, tied: bool, tmp_path: Path) -> None:
+def test_maps_name_every_parameter_once(family: str, tied: bool, chunks: int, tmp_path: Path) -> None:
     from rollcast_megatron.build import Plan
 
     config = family_config(family, tied)
     config.save_pretrained(tmp_path)
     mesh: Any = type("Mesh", (), {"pipeline_size": 2, "tensor_size": 1, "tensor_rank": 0})
-    placed = list(Plan(find_map(config), mesh, False, (2, 2)).weights())
+    placed = list(Plan(find_map(config), mesh, False, (2, 2), chunks).weights())
+    assert len({(one.stage, name) for one in placed for name in one.names}) == sum(len(one.names) for one in placed)
+    order = [(one.chunk, one.stage) for one in placed]
+    assert order == sorted(order)
+    assert set(order) == {(chunk, stage) for chunk in range(chunks) for stage in range(2)}
     names = [name for one in placed if not one.is_copy for name in one.weight.sources]
     assert sorted(names) == sorted(hf_shapes(ModelConfig(str(tmp_path)), "language_model"))
     copies = [one.weight.sources for one in placed if one.is_copy]
@@ -195,6 +200,15 @@ def test_random_weights_are_the_same_on_every_mesh(two_ranks: Ranks, model_of: C
     [
         pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="sp2"),
         pytest.param({"pipeline_model_parallel_size": 2}, id="pp2"),
+        pytest.param({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, id="interleaved"),
+        pytest.param(
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "theirs": {"pipeline_model_parallel_size": 2},
+            },
+            id="interleaved-but-not-the-reference",
+        ),
         pytest.param({"context_parallel_size": 2, "use_remove_padding": True}, id="cp2-packed"),
     ],
 )
@@ -212,6 +226,14 @@ def test_the_exact_kl_is_that_of_one_rank(
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         for name, tensor in alone["weights"].items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize("keys", [{}, {"expert_model_parallel_size": 2}], ids=["copies", "ep2"])
+def test_experts_leave_the_device_too(two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]) -> None:
+    """megatron-core keeps the weights of experts in buffers of their own."""
+    for stayed, is_back in two_ranks.run(scenarios.offload, folder=model_of("qwen3_moe", False), **keys):
+        assert not stayed
+        assert is_back
 
 
 def test_torch_stays_as_it_is() -> None:

@@ -25,6 +25,7 @@ from rollcast_testing.tiny import nll_loss, random_batch
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,16 @@ PP2 = {"pipeline_model_parallel_size": 2}
             {"sequence_parallel": True},
             2,
             r"sequence_parallel is true, but actor\.engine\.tensor_model_parallel_size is 1",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            2,
+            r"virtual_pipeline_model_parallel_size is 2, but actor\.engine\.pipeline_model_parallel_size is 1",
+        ),
+        (
+            {**PP2, "virtual_pipeline_model_parallel_size": 1},
+            2,
+            r"actor\.engine\.virtual_pipeline_model_parallel_size must be at least 2",
         ),
         ({"dtype": "fp8"}, 1, r"dtype must be one of float32, bfloat16, got 'fp8'"),
         (
@@ -105,8 +116,19 @@ def test_only_its_own_config() -> None:
             {},
             r"num_layers_in_first_pipeline_stage is 1: .*3 of the model's 4 layers are left for the 2 other stages",
         ),
+        (
+            {**PP2, "virtual_pipeline_model_parallel_size": 3},
+            {},
+            r"virtual_pipeline_model_parallel_size is 3, .* of each pipeline stage \(2, 2\); sizes that fit: 2, or null",
+        ),
+        (
+            {**PP2, "virtual_pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 4},
+            {"num_hidden_layers": 10},
+            r"of each pipeline stage \(4, 6\); sizes that fit: 2, or null",
+        ),
+        ({**VP2, "num_layers_in_first_pipeline_stage": 1}, {}, r"of each pipeline stage \(1, 3\); only null fits"),
     ],
-    ids=["heads", "key-value-heads", "mlp", "layers", "uneven"],
+    ids=["heads", "key-value-heads", "mlp", "layers", "uneven", "chunks", "chunks-of-uneven", "no-chunks"],
 )
 def test_models_that_the_mesh_cannot_split(
     tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], message: str

@@ -172,6 +172,7 @@ class TrainingLayout:
             an adapter.
         reference: placement of a frozen copy of the model, for a loss that compares the whole vocabulary; None
             without a copy.
+        pipeline_chunks: number of chunks of layers in each pipeline stage; more than one for an interleaved schedule.
     """
 
     shard_size: int = 1
@@ -191,6 +192,7 @@ class TrainingLayout:
     shares_prompts: bool = False
     shares_weights: bool = False
     reference: Literal["device", "host"] | None = None
+    pipeline_chunks: int = 1
 
 
 @dataclass(frozen=True)

@@ -192,14 +192,16 @@ class RouterTape:
     keeps: bool = False
     load: RouterLoad | None = None
     _current: _Pass | None = None
-    _passes: list[_Pass] = field(default_factory=list)
+    _last: _Pass | None = None
+    #: Passes of each layer: the chunks of an interleaved pipeline are at different micro-batches.
+    _passes: dict[int, list[_Pass]] = field(default_factory=dict)
     #: Micro-batches that each layer has recomputed.
     _again: dict[int, int] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
         """True within a batch, from its first micro-batch."""
-        return bool(self._passes)
+        return self._last is not None
 
     @contextmanager
     def batch(self, device: torch.device) -> Iterator[None]:
@@ -210,7 +212,7 @@ class RouterTape:
         try:
             yield
         finally:
-            self._passes, self._again = [], {}
+            self._last, self._passes, self._again = None, {}, {}
 
     @contextmanager
     def forward(self, tokens: RoutedTokens, scale: float | None) -> Iterator[None]:
@@ -220,10 +222,9 @@ class RouterTape:
             tokens: tokens of the micro-batch.
             scale: factor of losses in the backward pass; None if there is none, and so no balance loss.
         """
-        self._current = _Pass(tokens, scale)
+        self._current = self._last = _Pass(tokens, scale)
         if not self.keeps:
-            self._passes, self._again = [], {}
-        self._passes.append(self._current)
+            self._passes, self._again = {}, {}
         try:
             yield
         finally:
@@ -254,12 +255,16 @@ class RouterTape:
         return weights.to(logits.dtype), chosen
 
     def _pass_of(self, layer: int) -> _Pass | None:
-        if self._current is not None or not self._passes:
+        if self._last is None:
+            return None
+        passes = self._passes.setdefault(layer, [])
+        if self._current is not None:
+            passes.append(self._current)
             return self._current
         # A layer recomputes its forward passes in their order.
         number = self._again.get(layer, 0)
         self._again[layer] = number + 1
-        return self._passes[number]
+        return passes[number]
 
     def _note(self, layer: int, run: _Pass, probabilities: Tensor, chosen: Tensor) -> None:
         """Count a layer's load, once for a micro-batch."""
@@ -278,8 +283,8 @@ class RouterTape:
 
     def record(self, micro: MicroBatch, record: RoutingRecord) -> None:
         """Write the choices of the last micro-batch, ``micro``, to a record of its batch."""
-        last = self._passes[-1]
-        record.write(micro.rows, last.tokens, last.chosen)
+        if self._last is not None:
+            record.write(micro.rows, self._last.tokens, self._last.chosen)
 
 
 class RoutingRecord:

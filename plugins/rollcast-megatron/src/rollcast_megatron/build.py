@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast_megatron.layout import Mesh
-    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.module import DecoderModel, Stage
     from rollcast_megatron.schemas import MegatronConfig
 
 __all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_attention", "check_model"]
@@ -58,6 +58,8 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> tuple[int, ...]:
     layers = config.stage_layers(plan.layers)
     if layers is None:
         raise _stage_error(plan.layers, config)
+    if any(count % config.chunks for count in layers):
+        raise _chunk_error(layers, config)
     return layers
 
 
@@ -126,13 +128,25 @@ def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:
     )
 
 
+def _chunk_error(layers: tuple[int, ...], config: MegatronConfig) -> EngineKeyError:
+    fitting = [n for n in range(1, min(layers) + 1) if all(count % n == 0 for count in layers)]
+    sizes = ", ".join(map(str, fitting[1:]))
+    fits = f"sizes that fit: {sizes}, or null" if sizes else "only null fits"
+    return EngineKeyError(
+        "virtual_pipeline_model_parallel_size",
+        f"is {config.chunks}, which does not divide the layers of each pipeline stage "
+        f"({', '.join(map(str, layers))}); {fits}",
+    )
+
+
 @dataclass(frozen=True)
 class Placed:
-    """A parameter of megatron-core with full names, and its stage.
+    """A parameter of megatron-core, and its stage and chunk.
 
     Attributes:
-        weight: the parameter with its names in megatron-core and in transformers.
+        weight: the parameter with its names in megatron-core, within the chunk, and in transformers.
         stage: pipeline stage that holds it.
+        chunk: number of the stage's chunk that it belongs to.
         is_vocabulary: True if its rows are words, padded to a multiple of the tensor-parallel ranks.
         is_copy: True for a copy of another stage's parameter (the head of a tied model), which is not exported.
         peers: for an expert's parameter, the transformers names on each expert-parallel rank, this one included.
@@ -143,6 +157,12 @@ class Placed:
     is_vocabulary: bool = False
     is_copy: bool = False
     peers: tuple[tuple[str, ...], ...] = ()
+    chunk: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameter in its :class:`~rollcast_megatron.module.Stage`."""
+        return tuple(f"chunks.{self.chunk}.{name}" for name in self.weight.names)
 
     @property
     def all_sources(self) -> list[str]:
@@ -159,12 +179,15 @@ class Plan:
         mesh: mesh of ranks.
         is_value_model: True if the model has a ``score`` instead of the vocabulary head.
         stage_layers: number of layers of each pipeline stage.
+        chunks: number of chunks of each stage, between which its layers are divided evenly. The model passes through
+            the first chunk of each stage, then through the second, and so on.
     """
 
     map: ModelMap
     mesh: Mesh
     is_value_model: bool
     stage_layers: tuple[int, ...]
+    chunks: int = 1
 
     @property
     def rows(self) -> int:
@@ -178,29 +201,36 @@ class Plan:
 
     def weights(self) -> Iterator[Placed]:
         """Yield every parameter of the model, in the order of its layers."""
-        model, last = self.map, self.mesh.pipeline_size - 1
+        model, last, top = self.map, self.mesh.pipeline_size - 1, self.chunks - 1
         yield Placed(Weight(("embedding.word_embeddings.weight",), (model.embedding,), Split(0)), 0, True)
-        places = ((stage, own) for stage, count in enumerate(self.stage_layers) for own in range(count))
-        for number, (stage, own) in enumerate(places):
+        for number, (stage, chunk, own) in enumerate(self._places()):
             mixture = model.mixture if model.has_experts(number) else None
             for weight in model.layer if mixture is None else mixture.layer:
                 names = tuple(f"decoder.layers.{own}.{name}" for name in weight.names)
                 sources = tuple(source.format(layer=number) for source in weight.sources)
-                yield Placed(Weight(names, sources, weight.layout), stage)
+                yield Placed(Weight(names, sources, weight.layout), stage, chunk=chunk)
             if mixture is not None:
-                yield from self._experts(mixture, number, stage, f"decoder.layers.{own}.")
-        yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last)
+                yield from self._experts(mixture, number, (stage, chunk), f"decoder.layers.{own}.")
+        yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last, chunk=top)
         if self.is_value_model:
             for name in ("score.weight", "score.bias"):
-                yield Placed(Weight((name,), (name,)), last)
+                yield Placed(Weight((name,), (name,)), last, chunk=top)
         elif not model.tied:
-            yield Placed(Weight(("output_layer.weight",), (model.head,), Split(0)), last, True)
+            yield Placed(Weight(("output_layer.weight",), (model.head,), Split(0)), last, True, chunk=top)
         elif last:
-            yield Placed(Weight(("output_layer.weight",), (model.embedding,), Split(0)), last, True, True)
+            yield Placed(Weight(("output_layer.weight",), (model.embedding,), Split(0)), last, True, True, chunk=top)
 
-    def _experts(self, mixture: Mixture, layer: int, stage: int, prefix: str) -> Iterator[Placed]:
-        """Yield the parameters of this rank's experts of a layer."""
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield stage, chunk, and number within the chunk of each layer of the model, in order."""
+        for chunk in range(self.chunks):
+            for stage, count in enumerate(self.stage_layers):
+                for own in range(count // self.chunks):
+                    yield stage, chunk, own
+
+    def _experts(self, mixture: Mixture, layer: int, place: tuple[int, int], prefix: str) -> Iterator[Placed]:
+        """Yield the parameters of this rank's experts of a layer, which is in a stage and chunk."""
         ranks = self.mesh.expert_size
+        stage, chunk = place
         count = mixture.experts // ranks
         for own in range(count):
             for weight in mixture.expert:
@@ -210,36 +240,45 @@ class Plan:
                     for rank in range(ranks)
                 )
                 placed = Weight(names, peers[self.mesh.expert_rank], weight.layout)
-                yield Placed(placed, stage, peers=peers)
+                yield Placed(placed, stage, peers=peers, chunk=chunk)
 
 
-def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> DecoderModel:
+def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> Stage:
     """Return this rank's stage, with weights not yet set.
 
     Raises:
         ConfigError: the rotary embedding is not supported, or the map leaves out parameters of the model.
     """
+    from rollcast_megatron.module import Stage
+
+    transformer = transformer_config(plan, config, device)
+    module = Stage([_build_chunk(plan, transformer, number) for number in range(plan.chunks)])
+    _mark_split(plan, dict(module.named_parameters()))
+    stage: Stage = module.to(device)
+    return stage
+
+
+def _build_chunk(plan: Plan, transformer: Any, chunk: int) -> DecoderModel:
     from rollcast_megatron.module import DecoderModel, block_spec
 
     mesh, model = plan.mesh, plan.map
-    transformer = transformer_config(plan, config, device)
+    virtual = chunk if plan.chunks > 1 else None
     with cpu.cuda_type_names():
         module = DecoderModel(
             is_value_model=plan.is_value_model,
             config=transformer,
-            transformer_layer_spec=block_spec(transformer),
+            transformer_layer_spec=block_spec(transformer, virtual),
             vocab_size=plan.rows * mesh.tensor_size,
             max_sequence_length=model.max_positions,
-            pre_process=mesh.is_first_stage,
-            post_process=mesh.is_last_stage,
+            pre_process=mesh.is_first_stage and chunk == 0,
+            post_process=mesh.is_last_stage and chunk == plan.chunks - 1,
             share_embeddings_and_output_weights=model.tied and not plan.is_value_model,
             position_embedding_type="rope",
             rotary_base=model.rope["rope_theta"],
+            vp_stage=virtual,
         )
     _set_frequencies(module, model)
-    _mark_split(plan, dict(module.named_parameters()))
-    stage: DecoderModel = module.to(device)
-    return stage
+    return module
 
 
 def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:
@@ -260,6 +299,7 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         "pipeline_model_parallel_size": plan.mesh.pipeline_size,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        "virtual_pipeline_model_parallel_size": plan.chunks if plan.chunks > 1 else None,
         "sequence_parallel": config.sequence_parallel,
         "recompute_granularity": config.recompute_granularity,
         "recompute_method": config.recompute_method,
@@ -272,6 +312,9 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         # Losses are already divided by counts of the whole mini-batch, so nothing may be averaged.
         "calculate_per_token_loss": True,
         "batch_p2p_comm": False,
+        # Without overlap, the interleaved schedule exchanges activations and gradients in one call, which first waits
+        # for the shapes of both: with two stages it confuses their shapes, with more each stage waits for the next.
+        "overlap_p2p_comm": plan.chunks > 1,
         # Micro-batches differ in shape, which megatron-core only allows with this dispatcher.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
@@ -343,7 +386,7 @@ def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
         )
 
 
-def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
+def _mark_split(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
     """Mark the parameters that differ between tensor-parallel ranks; megatron-core needs the mark to sum norms.
 
     megatron-core sets the mark itself only for parameters that it initializes.
@@ -363,13 +406,13 @@ def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
         raise ConfigError(f"the model's map in rollcast.megatron_models leaves out {', '.join(sorted(unknown))}")
 
 
-def find_name(placed: Placed, parameters: dict[str, Any]) -> str:
+def find_name(placed: Placed, parameters: Mapping[str, Any]) -> str:
     """Return the one of a weight's names that the model has.
 
     Raises:
         ConfigError: the model has none of them.
     """
-    for name in placed.weight.names:
+    for name in placed.names:
         if name in parameters:
             return name
     raise ConfigError(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelType
     from rollcast_megatron.layout import Mesh
     from rollcast_megatron.lora import AdapterPlan
-    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.module import Stage
     from rollcast_megatron.optimizer import StageOptimizer
     from rollcast_megatron.weights import Shapes
     from rollcast_megatron.writer import ShardWriter
@@ -84,7 +84,7 @@ class EngineState:
     model_type: ModelType
     rank: int
     mesh: Mesh
-    model: DecoderModel
+    model: Stage
     optimizer: StageOptimizer | None
     shapes: Shapes
     dtype: torch.dtype
@@ -276,7 +276,7 @@ def _check_common(file: Path) -> None:
 
 def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
     """Return this rank's tensors, each with its position in the whole model."""
-    model = state.model.sharded_state_dict(metadata=dict(_METADATA))
+    model = state.model.sharded_state_dict(_METADATA)
     tensors = {f"model.{name}": entry for name, entry in model.items() if entry.data is not None}
     if state.adapter is not None:
         tensors = {f"model.{name}": model[name] for name in state.tensors()}
@@ -295,7 +295,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
     """Return the tensors that this rank needs, in host memory."""
     from megatron.core import dist_checkpointing
 
-    model = state.model.sharded_state_dict(metadata=dict(_METADATA))
+    model = state.model.sharded_state_dict(_METADATA)
     wanted: dict[str, Any] = {}
     for name, parameter in state.tensors().items():
         wanted[f"model.{name}"] = replace(model[name], data=torch.zeros(parameter.shape, dtype=parameter.dtype))

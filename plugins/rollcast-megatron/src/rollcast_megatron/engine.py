@@ -36,6 +36,7 @@ from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.lora import adapt_stage, plan_adapter
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
+from rollcast_megatron.overlap import complete_weights, gather_before_use, reduce_in_backward
 from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.step import Pass, run_pass
 from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, load_random, open_folder
@@ -43,12 +44,20 @@ from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, lo
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast.contracts.engine import (
+        BaseEngine,
+        ForwardSettings,
+        LossFunction,
+        ModelConfig,
+        ModelType,
+        OptimConfig,
+        TrainOutput,
+    )
     from rollcast.contracts.weights import AdapterWeights
     from rollcast_engine.routing import RouterTape
     from rollcast_engine.weights import WeightFolder
-    from rollcast_megatron.lora import AdapterPlan, StageAdapter
-    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.lora import AdapterPlan
+    from rollcast_megatron.module import Stage
     from rollcast_megatron.optimizer import StageOptimizer
 
 __all__ = ["MegatronEngine"]
@@ -94,13 +103,15 @@ class MegatronEngine(TorchEngine):
         self.mesh: Mesh
         self.plan: Plan
         self.shapes: Shapes
-        #: This rank's stage, and the module that pipeline schedules run: the stage, or the wrapper that reduces its
+        #: This rank's stage, and the modules that pipeline schedules run: its chunks, or the wrappers that reduce their
         #: gradients.
-        self.stage: DecoderModel
-        self.runner: nn.Module
+        self.stage: Stage
+        self.runners: list[nn.Module] = []
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
+        #: True during a call that takes an optimizer step on the gradients of one batch.
+        self._steps_next = False
         #: Distribution of the adapter that is trained instead of the model; None without one.
         self.adapter: AdapterPlan | None = None
         #: Routers of the stage; None if the model has no experts.
@@ -125,7 +136,7 @@ class MegatronEngine(TorchEngine):
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
-        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers)
+        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model", layers, self.config.chunks)
         self.stage = build_model(self.plan, self.config, self.device)
         self.tape = self._build_tape()
         parameters = dict(self.stage.named_parameters())
@@ -134,7 +145,7 @@ class MegatronEngine(TorchEngine):
         else:
             load_random(self.plan, parameters, self.shapes, setup.seed, model_map.transformer["init_method_std"])
         self._attach_adapter(folder)
-        self.runner = self.stage.eval()
+        self.runners = list(self.stage.eval().chunks)
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
@@ -161,26 +172,46 @@ class MegatronEngine(TorchEngine):
 
         from rollcast_megatron.optimizer import StageOptimizer
 
-        # With a single rank per part of the model there is nothing to distribute.
-        distributed = self.config.use_distributed_optimizer and self.mesh.data_size * self.mesh.context_size > 1
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
+        # With a single rank per part of the model there is nothing to distribute or to exchange.
+        shared = self.mesh.data_size * self.mesh.context_size > 1
+        distributed = self.config.use_distributed_optimizer and shared
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=self.config.overlap_grad_reduce and shared,
+            # An adapter's matrices are read outside their module's forward pass, and are small.
+            overlap_param_gather=self.config.overlap_param_gather and distributed and self.adapter is None,
+        )
+        # Only the first chunk is reduced at the end of the backward pass, where nothing else hides the exchange.
+        self.runners = [
+            DistributedDataParallel(self.stage.config, options, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.stage.chunks)
+        ]
+        if options.overlap_param_gather:
+            gather_before_use(self.runners, self.stage)
         # An adapter is float32, and has no float32 copies; a value head has the dtype of the model.
         only_adapter = self.adapter is not None and not self.plan.is_value_model
         dtype = torch.float32 if only_adapter else DTYPES[self.config.dtype]
-        self.optimizer = StageOptimizer(self.runner, self.optim, distributed, dtype)
+        self.optimizer = StageOptimizer(self.runners, self.optim, distributed, dtype)
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
         """Enter train or eval mode with the weights on the device; gradients are left alone."""
         was_training = self.stage.training
         self._to(self.device, model=self.config.param_offload)
-        self.runner.train(training)
+        self._train(training)
         try:
             yield
+            # Not after an error, which other ranks may not have: they would not gather.
+            complete_weights(self.runners)
         finally:
-            self.runner.train(was_training)
+            self._train(was_training)
             self._offload()
+
+    def _train(self, training: bool) -> None:
+        self.stage.train(training)
+        for runner in self.runners:
+            runner.train(training)
 
     def optimizer_zero_grad(self) -> None:
         """Drop all gradients."""
@@ -207,6 +238,14 @@ class MegatronEngine(TorchEngine):
         self._whole = None
         return norm, False
 
+    def train_batch(self, data: DataProto, loss_function: LossFunction, settings: ForwardSettings) -> TrainOutput:
+        """Take one optimizer step on this rank's rows of a mini-batch."""
+        self._steps_next = True
+        try:
+            return super().train_batch(data, loss_function, settings)
+        finally:
+            self._steps_next = False
+
     def forward_backward_batch(
         self,
         data: DataProto,
@@ -226,8 +265,7 @@ class MegatronEngine(TorchEngine):
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
         check_replay(data, self.tape)
         plan = plan_batch(data, settings, self.config.use_remove_padding, self.mesh.context_size)
-        group = self.get_data_parallel_group()
-        agreed = agree_on_counts(plan, settings, group, self.device)
+        agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings, self.mesh.context_size)
         reference = self._reference_for(settings)
         record = start_record(settings, plan.source, self.tape, self.device)
@@ -243,30 +281,53 @@ class MegatronEngine(TorchEngine):
             reference=None if reference is None else reference.stage,
             reference_mode=self._as_base() if reference is self else nullcontext(),
             sums=MetricSums(),
-            # Ranks that share experts exchange tokens in each micro-batch.
             tape=self.tape,
             record=record,
             is_sequence_parallel=self.config.sequence_parallel,
-            micro_batches=agreed.micro_batches if self.mesh.expert_size > 1 else len(plan),
+            # Ranks that share experts exchange tokens in each micro-batch.
+            micro_batches=self._count_passes(
+                agreed.micro_batches if self.mesh.expert_size > 1 else len(plan), reference
+            ),
         )
         names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
         routing = nullcontext() if self.tape is None else self.tape.batch(self.device)
         with (
             routing,
+            self._reducing(forward_only),
             torch.set_grad_enabled(not forward_only),
             nullcontext() if reference is None or reference is self else reference.mode(False),
         ):
-            outputs = run_pass(self.runner, work, names, forward_only)
-        metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
-        if self.mesh.pipeline_size > 1:
-            last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
-            dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
+            outputs = run_pass(self.runners, work, names, forward_only)
+        metrics = self._reduce_metrics(work.sums)
         if not forward_only:
-            return None, metrics[0] | self._router_metrics()
+            return None, metrics | self._router_metrics()
         batch = plan.source.as_batch(outputs)
         if record is not None:
             batch = batch.with_columns({ROUTED_EXPERTS: record.column(self._router_groups())})
-        return batch, metrics[0]
+        return batch, metrics
+
+    def _reduce_metrics(self, sums: MetricSums) -> dict[str, float]:
+        """Return the metrics of all ranks, which the last stage sums, on every stage."""
+        metrics: list[Any] = [sums.reduce(self.get_data_parallel_group()) if self.mesh.is_last_stage else None]
+        if self.mesh.pipeline_size > 1:
+            last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
+            dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
+        reduced: dict[str, float] = metrics[0]
+        return reduced
+
+    def _count_passes(self, needed: int, reference: MegatronEngine | None) -> int:
+        """Return the number of micro-batches to run: an interleaved schedule takes groups of as many as stages.
+
+        A rank without rows runs some too, to take part in the gradient reduction of its data-parallel group.
+        """
+        plans = [self.plan, *([] if reference is None else [reference.plan])]
+        group = self.mesh.pipeline_size if any(plan.chunks > 1 for plan in plans) else 1
+        return max(-(-needed // group), 1) * group
+
+    def _reducing(self, forward_only: bool) -> AbstractContextManager[None]:
+        if forward_only or self.optimizer is None or not self.optimizer.overlaps:
+            return nullcontext()
+        return reduce_in_backward(self.runners, self._steps_next)
 
     def _router_groups(self) -> list[Any]:
         """Return the groups along which ranks have other layers, or other positions of the same rows."""
@@ -315,6 +376,7 @@ class MegatronEngine(TorchEngine):
 
         They do not contain the adapter. All ranks must iterate to the end together.
         """
+        complete_weights(self.runners)
         yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -328,13 +390,13 @@ class MegatronEngine(TorchEngine):
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Disable the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
-        return self._require_adapter().disabled()
+        return self._require_adapter().without_adapter()
 
-    def _require_adapter(self) -> StageAdapter:
+    def _require_adapter(self) -> Stage:
         require_adapter(None if self.adapter is None else self.adapter.adapter)
-        if self.stage.adapter is None:
+        if not self.stage.adapters:
             raise RuntimeError("initialize() has to be called before the engine computes")
-        return self.stage.adapter
+        return self.stage
 
     @contextmanager
     def _as_base(self) -> Iterator[None]:
@@ -342,7 +404,7 @@ class MegatronEngine(TorchEngine):
         was_training = self.stage.training
         self.stage.eval()
         try:
-            with self._require_adapter().disabled():
+            with self._require_adapter().without_adapter():
                 yield
         finally:
             self.stage.train(was_training)
@@ -362,12 +424,14 @@ class MegatronEngine(TorchEngine):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator."""
         target = torch.device("cpu") if device == "cpu" else self.device
+        complete_weights(self.runners)
         self._to(target, model=model, optimizer=optimizer, grad=grad)
 
     def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
         if self.device.type == "cpu":
             return  # everything is on the CPU already
-        move_stage(self.runner, device, model=model, grad=grad)
+        for runner in self.runners:
+            move_stage(runner, device, model=model, grad=grad)
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
         if model and device.type == "cpu":
@@ -405,6 +469,7 @@ class MegatronEngine(TorchEngine):
         self._whole = None
 
     def _state(self) -> checkpoints.EngineState:
+        complete_weights(self.runners)
         return checkpoints.EngineState(
             model_type=self.setup.model_type,
             rank=self.setup.context.rank,

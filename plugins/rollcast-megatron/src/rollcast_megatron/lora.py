@@ -8,7 +8,7 @@ is whole on each rank. Ranks exchange only A's output, which has ``r`` numbers p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelConfig
     from rollcast_engine.lora import LoraPair
     from rollcast_megatron.build import Plan
-    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.module import DecoderModel, Stage
 
 __all__ = ["AdapterPlan", "StageAdapter", "adapt_stage", "plan_adapter"]
 
@@ -64,28 +64,29 @@ class AdapterPlan:
                     continue
                 splits_rows = layer.weight.layout.dim == 0
                 for name, dim in ((pair.a, None if splits_rows else 1), (pair.b, 0 if splits_rows else None)):
-                    yield Placed(Weight((f"adapter.{_key(name)}",), (name,), Split(dim)), layer.stage)
+                    weight = Weight((f"adapter.{_key(name)}",), (name,), Split(dim))
+                    yield Placed(weight, layer.stage, chunk=layer.chunk)
 
     def own_weights(self) -> Iterator[Placed]:
         """Yield the matrices of this rank's stage."""
         return (placed for placed in self.weights() if placed.stage == self.plan.mesh.pipeline_rank)
 
-    def gather(self, stage: DecoderModel) -> dict[str, Tensor]:
+    def gather(self, stage: Stage) -> dict[str, Tensor]:
         """Return the whole matrices by name, on every rank; all ranks must call."""
-        own = {placed.weight.names[0] for placed in self.own_weights()}
+        own = {placed.names[0] for placed in self.own_weights()}
         parameters = {name: value for name, value in stage.named_parameters() if name in own}
         found = gather(self.plan, parameters, self.shapes, weights=self.weights())
         # Matrices that this rank holds whole are its parameters, which later steps change.
         return {name: tensor.clone() for name, tensor in found}
 
-    def gather_weights(self, stage: DecoderModel) -> AdapterWeights:
+    def gather_weights(self, stage: Stage) -> AdapterWeights:
         """Return the whole adapter by PEFT's names, on every rank; all ranks must call."""
         whole = self.gather(stage)
         # Query, key and value may come in another order than PEFT's.
         tensors = {self.adapter.peft_name(name): whole[name] for name in self.adapter.names}
         return AdapterWeights(self.adapter.config, tensors)
 
-    def merge(self, tensors: Iterator[tuple[str, Tensor]], stage: DecoderModel) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, tensors: Iterator[tuple[str, Tensor]], stage: Stage) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of the base model with the adapter merged into them; all ranks must iterate together."""
         whole = self.gather(stage)
         for name, tensor in tensors:
@@ -98,7 +99,7 @@ def plan_adapter(plan: Plan, model: ModelConfig, seed: int) -> AdapterPlan:
 
     Raises:
         ConfigError: PEFT is not installed, ``model.target_modules`` selects layers that cannot be adapted, or a
-            pipeline stage has no adapted layer.
+            chunk of a pipeline stage has no adapted layer.
     """
     skeleton = build_skeleton(model, "value_model" if plan.is_value_model else "language_model", torch.float32)
     adapter = attach_adapter(skeleton, model, seed)
@@ -124,31 +125,47 @@ def plan_adapter(plan: Plan, model: ModelConfig, seed: int) -> AdapterPlan:
             "only attention projections and feed-forward layers outside experts can be; name other layers, or use "
             "engine=fsdp"
         )
-    idle = sorted(set(range(plan.mesh.pipeline_size)) - {placed.stage for placed in layers})
-    if idle:
-        raise ConfigError(
-            f"model.target_modules={model.target_modules} selects no layer of pipeline stage {idle[0]}, which would "
-            "train nothing; select layers of every stage, or lower pipeline_model_parallel_size"
-        )
+    _check_idle(plan, layers, model)
     return AdapterPlan(plan, adapter, shapes, layers)
 
 
-def adapt_stage(stage: DecoderModel, adapter_plan: AdapterPlan, device: torch.device) -> StageAdapter:
+def _check_idle(plan: Plan, layers: Sequence[Placed], model: ModelConfig) -> None:
+    """Check that each chunk of each stage trains; without a gradient, it could not pass one on.
+
+    Raises:
+        ConfigError: a chunk has no adapted layer.
+    """
+    every = {(stage, chunk) for stage in range(plan.mesh.pipeline_size) for chunk in range(plan.chunks)}
+    idle = sorted(every - {(placed.stage, placed.chunk) for placed in layers})
+    if idle:
+        stage, chunk = idle[0]
+        which = f"chunk {chunk} of pipeline stage {stage}" if plan.chunks > 1 else f"pipeline stage {stage}"
+        virtual = "virtual_pipeline_model_parallel_size or " if plan.chunks > 1 else ""
+        raise ConfigError(
+            f"model.target_modules={model.target_modules} selects no layer of {which}, which would train nothing; "
+            f"select layers of every stage, or lower {virtual}pipeline_model_parallel_size"
+        )
+
+
+def adapt_stage(stage: Stage, adapter_plan: AdapterPlan, device: torch.device) -> None:
     """Add this rank's part of the adapter to a stage, with its initial values, and freeze all but a value head."""
     stage.requires_grad_(False)
-    if stage.is_value_model and stage.post_process:
-        stage.score.requires_grad_(True)
-    parameters = dict(stage.named_parameters())
-    bank = StageAdapter(adapter_plan, stage.config.sequence_parallel, device)
+    parameters, chunks = dict(stage.named_parameters()), list[Any](stage.chunks)
+    banks = [_adapt_chunk(chunk, number, adapter_plan, device) for number, chunk in enumerate(chunks)]
     for layer in adapter_plan.layers:
         if layer.stage == adapter_plan.plan.mesh.pipeline_rank:
             linear = stage.get_submodule(find_name(layer, parameters).removesuffix(".weight"))
-            linear.register_forward_hook(_Hook(bank, layer, adapter_plan, parameters, stage.config))
-    stage.adapter = bank
-    if stage.pre_process and stage.config.recompute_granularity == "full":
+            linear.register_forward_hook(_Hook(banks[layer.chunk], layer, adapter_plan, parameters, stage.config))
+
+
+def _adapt_chunk(chunk: DecoderModel, number: int, adapter_plan: AdapterPlan, device: torch.device) -> StageAdapter:
+    if chunk.is_value_model and chunk.post_process:
+        chunk.score.requires_grad_(True)
+    if chunk.pre_process and chunk.config.recompute_granularity == "full":
         # A recomputed layer has gradients only if its input requires one, and a frozen embedding's output does not.
-        stage.embedding.register_forward_hook(_require_gradient)
-    return bank
+        chunk.embedding.register_forward_hook(_require_gradient)
+    chunk.adapter = StageAdapter(adapter_plan, number, chunk.config.sequence_parallel, device)
+    return chunk.adapter
 
 
 def _require_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -157,10 +174,11 @@ def _require_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
 
 
 class StageAdapter(nn.Module):
-    """This rank's matrices of the adapter, float32: their updates would be lost in the rounding of bfloat16.
+    """A chunk's matrices of the adapter, float32: their updates would be lost in the rounding of bfloat16.
 
     Args:
         adapter_plan: distribution of the adapter.
+        chunk: number of the chunk in this rank's stage.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
         device: device of the matrices.
 
@@ -168,7 +186,7 @@ class StageAdapter(nn.Module):
         enabled: True if forward passes use the adapter.
     """
 
-    def __init__(self, adapter_plan: AdapterPlan, is_sequence_parallel: bool, device: torch.device) -> None:
+    def __init__(self, adapter_plan: AdapterPlan, chunk: int, is_sequence_parallel: bool, device: torch.device) -> None:
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
         super().__init__()
@@ -178,6 +196,8 @@ class StageAdapter(nn.Module):
         self._tensor = mesh.tensor_rank, mesh.tensor_size
         self._dims: dict[str, tuple[str, int | None]] = {}
         for placed in adapter_plan.own_weights():
+            if placed.chunk != chunk:
+                continue
             name, dim = placed.weight.sources[0], placed.weight.layout.dim
             value = adapter_plan.adapter.initial(name, tuple(adapter_plan.shapes[name]))
             if dim is not None:
@@ -225,7 +245,7 @@ class _Hook:
         bank: StageAdapter,
         layer: Placed,
         adapter_plan: AdapterPlan,
-        parameters: dict[str, Tensor],
+        parameters: Mapping[str, Tensor],
         config: TransformerConfig,
     ) -> None:
         self._is_sequence_parallel = config.sequence_parallel

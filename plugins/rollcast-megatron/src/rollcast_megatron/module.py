@@ -5,7 +5,8 @@ Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from rollcast_megatron.lora import StageAdapter
 
-__all__ = ["DecoderModel", "Head", "block_spec", "has_transformer_engine"]
+__all__ = ["DecoderModel", "Head", "Stage", "block_spec", "has_transformer_engine"]
 
 
 class Head(Protocol):
@@ -150,14 +151,14 @@ def has_transformer_engine() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def block_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the modules that the layers of this stage are built from."""
+def block_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return the modules that the layers of this stage, or of one of several chunks, are built from."""
     if config.num_moe_experts is None and has_transformer_engine():
         spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return spec
     build, norm = (_te_layer, TENorm) if has_transformer_engine() else (_local_layer, RmsNorm)
-    first = get_transformer_layer_offset(config)
-    layers = range(first, first + get_num_layers_to_build(config))
+    first = get_transformer_layer_offset(config, chunk)
+    layers = range(first, first + get_num_layers_to_build(config, chunk))
     frequencies = config.moe_layer_freq if config.num_moe_experts is not None else []
     kinds = {has_experts: build(config, has_experts) for has_experts in {bool(each) for each in frequencies} | {False}}
     specs = [kinds[bool(frequencies and frequencies[number])] for number in layers]
@@ -193,7 +194,7 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
 
 
 class DecoderModel(GPTModel):  # type: ignore[misc]
-    """A stage of a decoder; the last one passes its hidden states to the :class:`Head` given as ``labels``.
+    """A chunk of a decoder; the last one passes its hidden states to the :class:`Head` given as ``labels``.
 
     Args:
         is_value_model: use a linear ``score`` with one output as the head instead of the vocabulary's. It starts at
@@ -204,7 +205,9 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
     def __init__(self, *, is_value_model: bool, **options: Any) -> None:
         super().__init__(**options)
         self.is_value_model = is_value_model
-        #: Matrices of the LoRA adapter; None without one.
+        #: Waits for a weight that is read outside its module's forward pass; None if weights are always complete.
+        self.await_weight: Callable[[Tensor], None] | None = None
+        #: This chunk's matrices of the LoRA adapter; None without one.
         self.adapter: StageAdapter | None = None
         if is_value_model and self.post_process:
             del self.output_layer
@@ -231,6 +234,8 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        if self.await_weight is not None:
+            self.await_weight(weight)
         return weight
 
     def hidden_at(self, hidden: Tensor, positions: Positions) -> Tensor:
@@ -253,3 +258,49 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
             )
         values: Tensor = self.score(hidden.flatten(0, 1)[positions.places])
         return values.squeeze(-1).float()
+
+
+class Stage(nn.Module):
+    """A pipeline stage: one chunk of the decoder, or several in an interleaved schedule.
+
+    Args:
+        chunks: the chunks, which share one config; the model passes through other stages between them.
+    """
+
+    def __init__(self, chunks: Sequence[DecoderModel]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Config of the chunks."""
+        return self.last.config
+
+    @property
+    def last(self) -> DecoderModel:
+        """The last chunk, which has the head in the last stage."""
+        chunk: Any = self.chunks[-1]
+        return chunk  # type: ignore[no-any-return]
+
+    @property
+    def adapters(self) -> list[StageAdapter]:
+        """Matrices of the LoRA adapter, by chunk; empty without one."""
+        chunks: Any = self.chunks
+        return [chunk.adapter for chunk in chunks if chunk.adapter is not None]
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Use only the base model in forward passes during the block."""
+        with ExitStack() as stack:
+            for adapter in self.adapters:
+                stack.enter_context(adapter.disabled())
+            yield
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return each tensor, by its name in this module, with its position in the whole model."""
+        chunks: Any = self.chunks
+        return {
+            f"chunks.{number}.{name}": entry
+            for number, chunk in enumerate(chunks)
+            for name, entry in chunk.sharded_state_dict(metadata=dict(metadata)).items()
+        }

@@ -18,11 +18,11 @@ def move_stage(runner: Any, device: torch.device, *, model: bool, grad: bool) ->
     again.
 
     Args:
-        runner: the stage, or megatron-core's ``DistributedDataParallel`` around it.
+        runner: a chunk of the stage, or megatron-core's ``DistributedDataParallel`` around it.
         device: target device.
         model, grad: True to move the weights, and the gradients.
     """
-    buffers = list(getattr(runner, "buffers", ())) if hasattr(runner, "ddp_config") else []
+    buffers = [*runner.buffers, *runner.expert_parallel_buffers] if hasattr(runner, "ddp_config") else []
     in_buffers = set()
     for buffer in buffers:
         if buffer.param_data is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rollcast_engine.optim import learning_rate
 from rollcast_megatron import cpu
+from rollcast_megatron.overlap import start_reductions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,16 +24,16 @@ class StageOptimizer:
     """AdamW over this rank's parameters or, if distributed, over its share of them.
 
     Args:
-        model: the stage inside megatron-core's ``DistributedDataParallel``.
+        chunks: the chunks of the stage, each inside megatron-core's ``DistributedDataParallel``.
         optim: settings of the optimizer.
         is_distributed: distribute the state over the data-parallel ranks.
         dtype: dtype of the weights.
     """
 
-    def __init__(self, model: Any, optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
+    def __init__(self, chunks: list[Any], optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.model, self.optim, self.is_distributed, self.dtype = model, optim, is_distributed, dtype
+        self.chunks, self.optim, self.is_distributed, self.dtype = chunks, optim, is_distributed, dtype
         config = OptimizerConfig(
             optimizer="adam",
             lr=learning_rate(optim, 0),
@@ -44,10 +45,11 @@ class StageOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         )
         with cpu.cuda_type_names():
             # No overrides: weight decay applies to every parameter, as in all engines.
-            self.whole: Any = get_megatron_optimizer(config, [model], config_overrides={})
+            self.whole: Any = get_megatron_optimizer(config, chunks, config_overrides={})
         self._prime()
 
     @property
@@ -72,16 +74,23 @@ class StageOptimizer:
                     if is_torch:
                         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
+    @property
+    def overlaps(self) -> bool:
+        """True if gradients are reduced in the backward pass."""
+        return bool(self.chunks[0].ddp_config.overlap_grad_reduce)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.whole.zero_grad()
 
     def gradient_norm(self) -> float:
         """Reduce gradients over the ranks that share parameters, and return their global norm."""
         from megatron.core.distributed import finalize_model_grads
 
-        finalize_model_grads([self.model], None)
+        start_reductions(self.chunks)
+        finalize_model_grads(self.chunks, None)
         self.whole.prepare_grads()
         return float(self.whole.get_grad_norm())
 

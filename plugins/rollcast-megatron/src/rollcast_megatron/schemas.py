@@ -10,12 +10,18 @@ from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
 
+_EXCHANGE = "an exchange between data-parallel ranks takes no extra time if it runs during computation"
 _MEMORY = "activations of long rows exceed a device's memory"
 
 
 def _sets_no_recompute(given: Mapping[str, Any]) -> bool:
     """Return True if the section sets none of the keys of recomputation, which only fit each other together."""
     return not any(key.startswith("recompute_") for key in given)
+
+
+def _distributes(given: Mapping[str, Any]) -> bool:
+    """Return True if the section leaves on what `overlap_param_gather` needs."""
+    return all(given.get(key, True) for key in ("use_distributed_optimizer", "overlap_grad_reduce"))
 
 
 @config
@@ -32,6 +38,10 @@ class MegatronConfig:
     """Layers of the first stage, which also has the embedding; null for as many as the stages between."""
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage, which also has the head; null for as many as the stages between."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
+    """Chunks of layers in each pipeline stage, for the interleaved schedule: stages wait less, and exchange activations
+    this many times as often. null for one chunk.
+    """
     context_parallel_size: Positive = 1
     """Ranks that split the tokens of each row; attention gathers the keys and values of all of them."""
     expert_model_parallel_size: Positive = 1
@@ -44,6 +54,12 @@ class MegatronConfig:
     """Pack a micro-batch's rows into one sequence without padding."""
     use_distributed_optimizer: bool = True
     """Distribute the optimizer's state over the data-parallel (and context-parallel) ranks."""
+    overlap_grad_reduce: Annotated[bool, OnAccelerator(True, _EXCHANGE)] = False
+    """Reduce gradients over the data-parallel ranks during the last micro-batch's backward pass."""
+    overlap_param_gather: Annotated[bool, OnAccelerator(True, _EXCHANGE, _distributes)] = False
+    """Gather the weights that the distributed optimizer has updated during the next forward pass, instead of after the
+    step; needs `overlap_grad_reduce`. An adapter's weights are always gathered after the step.
+    """
     dtype: Annotated[
         Literal["float32", "bfloat16"], OnAccelerator("bfloat16", "the speed of bfloat16, with a float32 optimizer")
     ] = "float32"
@@ -106,7 +122,14 @@ class MegatronConfig:
                     f"{path}.{key} is {getattr(self, key)}, but {path}.pipeline_model_parallel_size is 1: one stage "
                     "has all layers; set the key to null, or raise pipeline_model_parallel_size"
                 )
+        self._check_chunks(path)
+        self._check_overlap(path)
         self._check_recompute(path)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of each pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
     def stage_layers(self, layers: int) -> tuple[int, ...] | None:
         """Return the number of layers of each stage of a model; None if the layers cannot be divided."""
@@ -145,6 +168,22 @@ class MegatronConfig:
                 f"context-parallel ranks ({world_size} ranks / tensor {tensor} / pipeline {pipeline}); sizes that fit: "
                 f"{sizes}"
             )
+
+    def _check_chunks(self, path: str) -> None:
+        key, stages = f"{path}.virtual_pipeline_model_parallel_size", self.pipeline_model_parallel_size
+        if self.chunks > 1 and stages == 1:
+            raise ConfigError(
+                f"{key} is {self.chunks}, but {path}.pipeline_model_parallel_size is 1: chunks of one stage would run "
+                "one after the other; set the key to null, or raise pipeline_model_parallel_size"
+            )
+
+    def _check_overlap(self, path: str) -> None:
+        for key in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if self.overlap_param_gather and not getattr(self, key):
+                raise ConfigError(
+                    f"{path}.overlap_param_gather is true, but {path}.{key} is false; set overlap_param_gather to "
+                    f"false, or {key} to true"
+                )
 
     def _check_recompute(self, path: str) -> None:
         granularity, method, layers = self.recompute_granularity, self.recompute_method, self.recompute_num_layers

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollcast_engine.routing import RouterTape, RoutingRecord
     from rollcast_megatron.build import Plan
     from rollcast_megatron.inputs import DecoderInputs
-    from rollcast_megatron.module import DecoderModel, Head
+    from rollcast_megatron.module import Head, Stage
 
 __all__ = ["Pass", "run_pass"]
 
@@ -52,7 +52,7 @@ class Pass:
         tape: routers of the stage; None if the model has no experts.
         record: record of their choices; None if it is not requested.
         is_sequence_parallel: True if tensor-parallel ranks share positions.
-        micro_batches: number of micro-batches to run.
+        micro_batches: number of micro-batches to run, with dummies after the last one.
     """
 
     plan: BatchPlan
@@ -63,7 +63,7 @@ class Pass:
     head_chunk: int
     device: torch.device
     layout: RowLayout
-    reference: DecoderModel | None
+    reference: Stage | None
     reference_mode: AbstractContextManager[None]
     sums: MetricSums
     tape: RouterTape | None
@@ -78,8 +78,36 @@ class Pass:
         return dummy_micro_batch(self.device)
 
 
-def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool) -> dict[str, Tensor]:
+class _Micros:
+    """The micro-batches of a pass, each prepared once for all chunks that it passes through.
+
+    Args:
+        work: the pass.
+        chunks: number of chunks of this rank's stage.
+    """
+
+    def __init__(self, work: Pass, chunks: int) -> None:
+        self._work, self._chunks = work, chunks
+        self._ready: dict[int, tuple[MicroBatch, DecoderInputs]] = {}
+
+    def of(self, chunk: int) -> Iterator[tuple[int, MicroBatch, DecoderInputs]]:
+        """Yield index, micro-batch and inputs of each micro-batch, as a chunk of the stage takes them."""
+        for index in range(self._work.micro_batches):
+            if index not in self._ready:
+                micro = self._work.micro_batch(index)
+                self._ready[index] = micro, decoder_inputs(micro, self._work.layout)
+            is_last = chunk == self._chunks - 1
+            yield (index, *(self._ready.pop(index) if is_last else self._ready[index]))
+
+
+def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_only: bool) -> dict[str, Tensor]:
     """Run every micro-batch forward, and backward unless ``forward_only``, through all stages.
+
+    Args:
+        runners: chunks of this rank's stage.
+        work: the pass.
+        names: quantities to return.
+        forward_only: True to skip the backward pass.
 
     Returns:
         The named quantities as outputs of ``work.plan.source``, in host memory, on every stage.
@@ -101,10 +129,10 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
             return ValueHead(inputs.positions)
         reference = None
         if work.reference is not None and index in theirs:
-            reference = work.reference.head_weight(), theirs.pop(index)
+            reference = work.reference.last.head_weight(), theirs.pop(index)
         return LanguageHead(inputs.positions, work.model_plan, work.settings, work.head_chunk, reference)
 
-    _run_schedule(runner, work, head, finish, forward_only, work.tape)
+    _run_schedule(runners, work, head, finish, forward_only, work.tape)
     mesh = work.model_plan.mesh
     if mesh.pipeline_size > 1:
         for name in names:
@@ -130,12 +158,13 @@ def _reference_states(work: Pass) -> dict[int, Tensor]:
         return nothing, nothing, None
 
     with torch.no_grad(), work.reference_mode:
-        _run_schedule(work.reference, work, lambda _, inputs: HiddenHead(inputs.positions), finish, True)
+        chunks = list(work.reference.chunks)
+        _run_schedule(chunks, work, lambda _, inputs: HiddenHead(inputs.positions), finish, True)
     return states
 
 
 def _run_schedule(
-    runner: nn.Module,
+    runners: list[nn.Module],
     work: Pass,
     head: Callable[[int, DecoderInputs], Head],
     finish: Callable[[int, MicroBatch, dict[str, Tensor]], tuple[Tensor, Tensor, None]],
@@ -145,38 +174,40 @@ def _run_schedule(
     """Run the micro-batches through all stages of a model by megatron-core's schedule.
 
     Args:
-        runner: this rank's stage.
+        runners: chunks of this rank's stage.
         work: the pass.
-        head: returns the head for a micro-batch by its index and inputs.
+        head: returns the model's head for a micro-batch by its index and inputs.
         finish: receives index, micro-batch and the head's quantities on the last stage; returns the loss.
         forward_only: True to skip the backward pass.
         tape: the stage's routers, if they follow the pass; a reference's choose by themselves.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_attr_wrapped_model
 
-    def forward(micros: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Any, Any]:
-        index, micro = next(micros)
-        inputs = decoder_inputs(micro, work.layout)
+    def forward(given: Iterator[tuple[int, MicroBatch, DecoderInputs]], model: Any) -> tuple[Any, Any]:
+        index, micro, inputs = next(given)
+        has_head = get_attr_wrapped_model(model, "post_process")
         with _routing(tape, work, micro, inputs):
             output = model(
                 inputs.input_ids,
                 inputs.position_ids,
                 None,
-                labels=head(index, inputs),
+                labels=head(index, inputs) if has_head else None,
                 packed_seq_params=inputs.packed,
             )
             if tape is not None and work.record is not None:
                 tape.record(micro, work.record)
         return output, partial(finish, index, micro)
 
-    # A rank without rows still takes part in the gradient reduction of its data-parallel group.
-    count = max(work.micro_batches, 1)
-    schedule: Any = get_forward_backward_func()
+    chunks, micros = len(runners), _Micros(work, len(runners))
+    iterators = [micros.of(chunk) for chunk in range(chunks)]
+    stages = work.model_plan.mesh.pipeline_size
+    schedule: Any = get_forward_backward_func(pp_size=stages, vp_size=chunks if chunks > 1 else None)
     schedule(
         forward_step_func=forward,
-        data_iterator=((index, work.micro_batch(index)) for index in range(count)),
-        model=[runner],
-        num_microbatches=count,
+        data_iterator=iterators if chunks > 1 else iterators[0],
+        model=runners,
+        num_microbatches=work.micro_batches,
         seq_length=1,  # micro-batches exchange their shapes
         micro_batch_size=1,
         forward_only=forward_only,

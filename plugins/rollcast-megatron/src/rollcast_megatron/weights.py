@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ def open_folder(path: Path) -> WeightFolder:
     return WeightFolder(path)
 
 
-def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folder: WeightFolder) -> None:
+def load_folder(plan: Plan, parameters: Mapping[str, Tensor], shapes: Shapes, folder: WeightFolder) -> None:
     """Set this rank's parameters from a folder, reading only the slices that it needs.
 
     Raises:
@@ -76,7 +76,7 @@ def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folde
         _set(plan, placed, parameters, shares)
 
 
-def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed: int, std: float) -> None:
+def load_random(plan: Plan, parameters: Mapping[str, Tensor], shapes: Shapes, seed: int, std: float) -> None:
     """Set this rank's parameters to random numbers that are the same on every mesh.
 
     Matrices are normal with standard deviation ``std``, norms are one, and biases and a value head are zero.
@@ -97,7 +97,7 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
 
 def gather(
     plan: Plan,
-    parameters: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
     shapes: Shapes,
     limit: int = _GATHERED_BYTES,
     weights: Iterable[Placed] | None = None,
@@ -146,7 +146,7 @@ def _batches(weights: Iterable[Placed], shapes: Shapes, dtype: torch.dtype, limi
 
 
 def _join(
-    plan: Plan, batch: list[Placed], parameters: dict[str, Tensor], shapes: Shapes, rooms: _Rooms
+    plan: Plan, batch: list[Placed], parameters: Mapping[str, Tensor], shapes: Shapes, rooms: _Rooms
 ) -> Iterator[Tensor]:
     """Yield the whole tensors of a batch on the ranks of its stage."""
     ranks = plan.mesh.tensor_size
@@ -258,7 +258,7 @@ def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder
     return folder.read(name, region)
 
 
-def _set(plan: Plan, placed: Placed, parameters: dict[str, Tensor], shares: list[Tensor]) -> None:
+def _set(plan: Plan, placed: Placed, parameters: Mapping[str, Tensor], shares: list[Tensor]) -> None:
     parameter = parameters[find_name(placed, parameters)]
     ranks = plan.mesh.tensor_size
     if placed.weight.layout.splits_fused(ranks):

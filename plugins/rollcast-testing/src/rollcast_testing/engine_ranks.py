@@ -52,10 +52,17 @@ _SETTINGS = ForwardSettings(micro_batch_size_per_gpu=2, temperature=1.0, calcula
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of an engine: the number of ranks, and the keys of ``actor.engine`` that it needs."""
+    """A layout of an engine.
+
+    Attributes:
+        ranks: number of ranks.
+        keys: keys of ``actor.engine`` that the layout needs.
+        layers: number of layers of the model; 0 for that of the suite's.
+    """
 
     ranks: int
     keys: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,8 @@ class RankLaws:
 
     def test_ranks_train_as_one(self, layout: Layout, engine_class: type[BaseEngine], tmp_path: Path) -> None:
         """Check that all ranks agree with plain torch, and that checkpoints load on one rank and on many."""
-        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0, **self.model_options)
+        options = {**self.model_options, **({"layers": layout.layers} if layout.layers else {})}
+        folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0, **options)
         before, after, blocked = (tmp_path / name for name in ("before", "after", "blocked"))
         blocked.write_text("a file, not a folder")
         alone = _build(engine_class, self.engine_config, folder, WorkerContext())

@@ -239,10 +239,12 @@ class AnalyticalCosts(BaseCostModel):
             wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
             # A layer's gather overlaps with the previous layer's computation; nothing hides the first gather of a pass.
             exchanged += max(wire - compute - memory, 0.0) + gathered / layers
+        chunks = role.training.pipeline_chunks if role.training is not None else 1
         if mesh.pipeline > 1:
-            # Without interleaved stages, no computation hides the transfers between pipeline stages.
-            exchanged += (2 if trains else 1) * place.send(activation / mesh.tensor)
-        bubble = (mesh.pipeline - 1) * (compute + memory + exchanged)
+            # Each chunk of a stage sends its output. The schedules wait for the shapes of what they receive, so that
+            # little computation hides a transfer.
+            exchanged += (2 if trains else 1) * chunks * place.send(activation / mesh.tensor)
+        bubble = (mesh.pipeline - 1) * (compute + memory + exchanged) / chunks
         sums = [batches * micro * part for part in (compute, memory, exchanged)]
         if trains:
             numbers = self._parameters(role) / (mesh.tensor * mesh.pipeline)

@@ -27,6 +27,7 @@ class EngineLayout:
         sequence_parts: ranks that share the tokens of a row (sequence parallelism).
         tensor: ranks that share each layer (tensor parallelism).
         pipeline: pipeline stages.
+        chunks: chunks of layers in each pipeline stage.
         splits_sequence: True if tensor-parallel ranks also split the activations of norms along the sequence.
         head_positions: positions whose logits exist at a time; None for all positions of a pass.
         gradient: bytes per gradient; None for the bytes of a parameter.
@@ -47,6 +48,7 @@ class EngineLayout:
     sequence_parts: int = 1
     tensor: int = 1
     pipeline: int = 1
+    chunks: int = 1
     splits_sequence: bool = False
     head_positions: int | None = None
     gradient: int | None = None
@@ -78,6 +80,7 @@ class EngineLayout:
             sequence_parts=keeps.sequence_parts,
             tensor=mesh.tensor,
             pipeline=mesh.pipeline,
+            chunks=keeps.pipeline_chunks,
             splits_sequence=keeps.splits_sequence,
             head_positions=keeps.head_positions,
             gradient=role.gradient_bytes,
@@ -154,6 +157,7 @@ def _describe_megatron(role: RoleSpec, engine: Any) -> RoleSpec:
         spreads_optimizer=bool(getattr(engine, "use_distributed_optimizer", False)),
         splits_sequence=bool(getattr(engine, "sequence_parallel", False)),
         head_positions=getattr(engine, "head_chunk_size", None),
+        pipeline_chunks=getattr(engine, "virtual_pipeline_model_parallel_size", None) or 1,
     )
     # Two float32 moments; with 2-byte weights also a float32 copy of the weights.
     sizes = (stored, 4, 8 if stored == 4 else 12)

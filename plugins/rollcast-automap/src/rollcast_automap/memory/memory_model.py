@@ -226,7 +226,8 @@ def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eag
     the attention matrix of every head three times. With gradient checkpointing, a layer stores only its input, and
     one layer at a time stores everything. Sequence-parallel ranks share all of this; tensor-parallel ranks share the
     widths and heads. With activation offload, only the current layer counts. The first stage of a pipeline has as
-    many micro-batches in flight as there are stages, so it stores as much as if it had all layers.
+    many micro-batches in flight as there are stages, so it stores as much as if it had all layers; in an interleaved
+    schedule, up to as much again, divided by the chunks of a stage.
     """
     tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
     whole = layout.tensor if layout.splits_sequence else 1
@@ -238,7 +239,10 @@ def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eag
     inputs = -(-tokens * size.hidden * layout.computed // whole)
     if layout.activation_offload:
         return layer
-    return size.layers * inputs + layer if layout.checkpointing else size.layers * layer
+    layers = size.layers
+    if layout.chunks > 1:
+        layers += -(-layers * (layout.pipeline - 1) // (layout.pipeline * layout.chunks))
+    return layers * inputs + layer if layout.checkpointing else layers * layer
 
 
 def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: int = LOGIT_COPIES) -> int:

@@ -36,11 +36,17 @@ def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
     """
     task, sizes = trainer.task, ParallelSizes.read(trainer.task.engine)
     engine = task.engine.name
+    keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    # The engine checks uneven stages when it starts.
+    is_even = all(getattr(task.engine, key, None) is None for key in keys)
+    stages = sizes.pipeline if is_even else 1
+    chunks = (getattr(task.engine, "virtual_pipeline_model_parallel_size", None) or 1) if is_even else 1
     # Context parallelism splits positions, Ulysses heads.
     ulysses = getattr(task.engine, "ulysses_sequence_parallel_size", 1)
     for key, value, number, what in (
         ("actor.engine.tensor_model_parallel_size", sizes.tensor, size.heads, "attention heads"),
-        ("actor.engine.pipeline_model_parallel_size", sizes.pipeline, size.layers, "layers"),
+        ("actor.engine.pipeline_model_parallel_size", stages, size.layers, "layers"),
+        ("actor.engine.virtual_pipeline_model_parallel_size", chunks, size.layers // stages, "layers in each stage"),
         ("actor.engine.ulysses_sequence_parallel_size", ulysses, size.heads, "attention heads"),
         ("rollout.tensor_model_parallel_size", task.rollout.tensor_model_parallel_size, size.heads, "attention heads"),
     ):

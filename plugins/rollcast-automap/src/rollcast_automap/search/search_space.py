@@ -143,11 +143,14 @@ def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
     if role.name in problem.constraints.meshes:
         return [mesh for mesh in problem.constraints.meshes[role.name] if mesh.size == devices]
     tensors = [size for size in range(1, narrow + 1) if devices % size == 0 and role.model.heads % size == 0]
+    chunks = role.training.pipeline_chunks if role.training is not None else 1
     meshes = []
     for tensor, pipeline in itertools.product(tensors, range(1, devices + 1)):
         data = devices // (tensor * pipeline)
-        single = pipeline == 1 or (role.kind != "generates" and role.model.layers % pipeline == 0)
-        if data * tensor * pipeline == devices and single and data <= problem.rows:
+        # Engines refuse chunks in a single stage.
+        single = pipeline == 1 and (chunks == 1 or role.kind == "generates")
+        staged = pipeline > 1 and role.kind != "generates" and role.model.layers % (pipeline * chunks) == 0
+        if data * tensor * pipeline == devices and (single or staged) and data <= problem.rows:
             meshes.append(Mesh(data, tensor, pipeline))
     return meshes
 
