@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -144,9 +145,44 @@ class ImageInputs:
         """Return the positions of rows with images, int64 ``[3, b, s]``; see :func:`mrope_positions`."""
         return mrope_positions(input_ids, attention_mask, self.image_token_id, [self.grids(row) for row in images])
 
+    def spans(self, ids: Sequence[int], images: Images, where: str) -> list[tuple[int, int]]:
+        """Return the first place and the number of the tokens of each image in a prompt of :meth:`expand`.
+
+        Raises:
+            DataError: the prompt has another number of placeholders than its images have tokens, other tokens stand
+                between those of one image, or an image cannot be read.
+        """
+        counts = [frames * lines * columns for frames, lines, columns in self.grids(images)]
+        places = [place for place, each in enumerate(ids) if each == self.image_token_id]
+        if len(places) != sum(counts):
+            raise DataError(
+                f"{where}: the prompt has {len(places)} image placeholders (token id {self.image_token_id}), but its "
+                f"{len(images)} images have {sum(counts)} tokens; a prompt with images must not be cut"
+            )
+        spans, start = [], 0
+        for number, count in enumerate(counts):
+            first, last = places[start], places[start + count - 1]
+            if last - first != count - 1:
+                raise DataError(f"{where}: the {count} placeholders of image {number} do not follow one another")
+            spans.append((first, count))
+            start += count
+        return spans
+
+    def largest(self, tokens: int) -> int:
+        """Return the number of tokens of the largest image that the processor makes, at most ``tokens``."""
+        size = self._processor.size
+        pixels = size["longest_edge"] if "longest_edge" in size else getattr(self._processor, "max_pixels", None)
+        edge = int(self._processor.patch_size) * self._merge
+        return tokens if pixels is None else max(min(tokens, int(pixels) // edge**2), 1)
+
+    def blank_of(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return ``pixel_values`` and ``image_grid_thw`` of a blank square image of at most this many tokens."""
+        side = math.isqrt(tokens) * self._merge
+        return torch.zeros(side**2, self._patch_size), torch.tensor([[1, side, side]])
+
     def blank(self) -> tuple[Tensor, Tensor]:
         """Return ``pixel_values`` and ``image_grid_thw`` of the smallest image, which has one token."""
-        return torch.zeros(self._merge**2, self._patch_size), torch.tensor([[1, self._merge, self._merge]])
+        return self.blank_of(1)
 
     def neutralize(self, ids: Tensor) -> Tensor:
         """Return sampled ids with :attr:`neutral_id` in place of placeholders, for which there is no image."""
