@@ -6,7 +6,7 @@ Nothing is downloaded. The module needs transformers, tokenizers, Pillow and rol
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +15,24 @@ from torch import Tensor
 
 from rollcast_testing.tiny import CHARACTERS, SPECIAL, build_tokenizer
 
-__all__ = ["IMAGE_TOKENS", "VisionKind", "image_log_probs", "noise_image", "tiny_vision_folder", "vision_prompt"]
+__all__ = [
+    "IMAGE_ID",
+    "IMAGE_TOKENS",
+    "VIDEO_ID",
+    "VisionKind",
+    "image_log_probs",
+    "load_vision_model",
+    "noise_image",
+    "tiny_vision_folder",
+    "vision_prompt",
+]
 
 VisionKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
 """Special tokens of the models, with the ids after the characters."""
 
-_START, _IMAGE, _VIDEO, _END = range(len(SPECIAL) + len(CHARACTERS), len(SPECIAL) + len(CHARACTERS) + 4)
+_START, IMAGE_ID, VIDEO_ID, _END = range(len(SPECIAL) + len(CHARACTERS), len(SPECIAL) + len(CHARACTERS) + 4)
 _PATCH, _MERGE = 4, 2
 _ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
@@ -101,8 +111,8 @@ def _config(kind: VisionKind, tokenizer: Any, tied: bool) -> Any:
         kind,
         text_config=text,
         vision_config=vision,
-        image_token_id=_IMAGE,
-        video_token_id=_VIDEO,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
         vision_start_token_id=_START,
         vision_end_token_id=_END,
         tie_word_embeddings=tied,
@@ -128,38 +138,54 @@ def vision_prompt(folder: Path, *parts: Sequence[int] | bytes) -> tuple[list[int
 
     images = tuple(part for part in parts if isinstance(part, bytes))
     ids = [
-        each for part in parts for each in ([_START, _IMAGE, _END] if isinstance(part, bytes) else [int(i) for i in part])
+        each
+        for part in parts
+        for each in ([_START, IMAGE_ID, _END] if isinstance(part, bytes) else [int(i) for i in part])
     ]
     return ImageInputs(folder).expand(ids, images, "the prompt").tolist(), images
 
 
+def load_vision_model(folder: Path) -> Any:
+    """Load the folder's model with transformers in float32."""
+    from transformers import AutoModelForImageTextToText
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
 def image_log_probs(
-    model: Any, folder: Path, prompt: Sequence[int], images: Sequence[bytes], tokens: Sequence[int]
+    model: Any,
+    folder: Path,
+    prompt: Sequence[int],
+    images: Sequence[bytes],
+    tokens: Sequence[int],
+    bias: Mapping[int, float] | None = None,
 ) -> list[float]:
     """Return the log-probs of ``tokens`` after a prompt with images, from one forward pass of transformers.
 
     Positions are transformers' own. Placeholders among ``tokens`` are read as the end of an image, as rollcast does.
+
+    Args:
+        model: model of :func:`load_vision_model`.
+        folder: folder of the image processor.
+        prompt, images: a prompt of :func:`vision_prompt`.
+        tokens: sampled ids.
+        bias: numbers added to logits, by token id.
     """
-    return image_logits(model, folder, prompt, images, tokens).gather(-1, torch.tensor(list(tokens))[:, None])[
-        :, 0
-    ].tolist()
-
-
-def image_logits(
-    model: Any, folder: Path, prompt: Sequence[int], images: Sequence[bytes], tokens: Sequence[int]
-) -> Tensor:
-    """Return the normalized logits ``[T, V]`` before each of ``tokens``; see :func:`image_log_probs`."""
     from transformers import AutoImageProcessor
 
     from rollcast_vision.images import decode_image
 
-    read = [_END if each in {_IMAGE, _VIDEO} else each for each in tokens]
+    read = [_END if each in {IMAGE_ID, VIDEO_ID} else each for each in tokens]
     ids = torch.tensor([[*prompt, *read]])
     given: dict[str, Any] = {}
     if images:
         auto_class: Any = AutoImageProcessor
         given = dict(auto_class.from_pretrained(folder)([decode_image(each) for each in images], return_tensors="pt"))
-        given["mm_token_type_ids"] = (ids == _IMAGE).int()
+        given["mm_token_type_ids"] = (ids == IMAGE_ID).int()
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
-    return logits.float().log_softmax(-1)
+        logits: Tensor = model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1].float()
+    for token, number in (bias or {}).items():
+        logits[:, token] += number
+    chosen: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(list(tokens))[:, None])[:, 0].tolist()
+    return chosen

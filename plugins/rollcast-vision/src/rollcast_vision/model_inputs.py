@@ -136,9 +136,9 @@ class ImageInputs:
         found = [self._process(image) for image in images]
         return torch.cat([each.pixel_values for each in found]), torch.stack([each.grid for each in found])
 
-    def grids(self, images: Images) -> list[Grid]:
-        """Return frames, lines and columns of tokens of each image."""
-        grids = [self._process(image).grid.tolist() for image in images]
+    def grids(self, images: Images, where: str = "an image") -> list[Grid]:
+        """Return frames, lines and columns of tokens of each image; ``where`` is for messages."""
+        grids = [self._process(image, where).grid.tolist() for image in images]
         return [(frames, lines // self._merge, columns // self._merge) for frames, lines, columns in grids]
 
     def positions(self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[Images]) -> Tensor:
@@ -152,7 +152,7 @@ class ImageInputs:
             DataError: the prompt has another number of placeholders than its images have tokens, other tokens stand
                 between those of one image, or an image cannot be read.
         """
-        counts = [frames * lines * columns for frames, lines, columns in self.grids(images)]
+        counts = [frames * lines * columns for frames, lines, columns in self.grids(images, where)]
         places = [place for place, each in enumerate(ids) if each == self.image_token_id]
         if len(places) != sum(counts):
             raise DataError(
@@ -189,12 +189,12 @@ class ImageInputs:
         wrong = torch.isin(ids, ids.new_tensor(self.placeholder_ids))
         return torch.where(wrong, self.neutral_id, ids)
 
-    def _process(self, image: bytes) -> _Processed:
+    def _process(self, image: bytes, where: str = "an image") -> _Processed:
         known = self._cache.get(image)
         if known is not None:
             self._cache.move_to_end(image)
             return known
-        given = self._processor(images=[decode_image(image)], return_tensors="pt")
+        given = self._processor(images=[decode_image(image, where)], return_tensors="pt")
         done = _Processed(given["pixel_values"].float(), given["image_grid_thw"][0].long())
         self._cache[image] = done
         self._cached_bytes += done.pixel_values.nbytes

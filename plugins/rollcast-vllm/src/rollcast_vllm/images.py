@@ -40,8 +40,8 @@ def register_processor() -> None:
 def _supply_resizing() -> None:
     """Let vLLM's modules of Qwen-VL models be imported without torchvision.
 
-    They import one function from a module of transformers 5 that needs torchvision, which has no build for CPUs on PyPI.
-    The same function is in the module that uses Pillow.
+    They import one function from a module of transformers 5 that needs torchvision, of which PyPI has no build for
+    CPUs. The module that uses Pillow has the same function.
     """
     try:
         importlib.import_module(_RESIZING)

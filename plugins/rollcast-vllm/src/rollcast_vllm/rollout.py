@@ -109,8 +109,8 @@ class VllmRollout(BaseRollout):
         model_config = read_model_config(setup.model_path, trust)
         self._model_type = str(model_config.model_type)
         self._images = _prepare_images(setup.model_path, model_config, trust)
-        # The class declares the features on a GPU with default settings and a vision-language model; a CPU has no device
-        # memory to release.
+        # The class declares the features on a GPU with default settings and a model that sees images; a CPU has no
+        # device memory to release.
         self.capabilities = replace(  # type: ignore[misc]
             type(self).capabilities,
             releases_memory=self._can_release,
@@ -173,10 +173,13 @@ class VllmRollout(BaseRollout):
 
     async def _render(self, request: RolloutRequest, prompt: list[int]) -> dict[str, Any]:
         """Return vLLM's input for a request's prompt and images."""
-        if self._images is None or not request.multi_modal_data:
+        if self._images is None:
             return {"type": "token", "prompt_token_ids": prompt}
+        dtype = self._llm.model_config.dtype
+        if not request.multi_modal_data:
+            return self._images.render(request, prompt, dtype)
         # In a thread, because decoding a large image takes long.
-        return await asyncio.to_thread(self._images.render, request, prompt, self._llm.model_config.dtype)
+        return await asyncio.to_thread(self._images.render, request, prompt, dtype)
 
     async def _generate(self, request: RolloutRequest, prompt: dict[str, Any]) -> RolloutOutput:
         job = _Job(request, f"{request.request_id}#{next(self._numbers)}")
