@@ -41,7 +41,8 @@ RETRIED = 10
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
-    "rollcast-fsdp": ["peft"],
+    "rollcast-fsdp": ["peft", "pillow"],
+    "rollcast-hf": ["pillow"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
     "rollcast-vision": ["pillow"],
