@@ -99,6 +99,28 @@ def test_log_probs_are_those_of_transformers(
     assert gap(vision_models[0], vision_folders[0], prompts[0], other.sequences[0], {}) > 1e-2
 
 
+def test_the_prefix_cache_tells_images_apart(
+    vision: VllmRollout, vision_folders: list[Path], vision_models: list[Any]
+) -> None:
+    """Prompts of several blocks of the cache, which differ in their pixels alone, one after the other."""
+    for seed in (1, 2, 1):
+        prompt = vision_prompt(vision_folders[0], noise_image(seed), [4 + place % 80 for place in range(300)])
+        (output,) = generate(vision, [prompt], GREEDY)
+        assert gap(vision_models[0], vision_folders[0], prompt, output.sequences[0], {}) < TOLERANCE
+
+
+def test_vllm_plans_for_the_largest_image(vision: VllmRollout) -> None:
+    """The processor makes images of at most 4096 pixels, which are 64 tokens."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    budget = MultiModalBudget(vision._llm.vllm_config, MULTIMODAL_REGISTRY)
+    assert budget.mm_max_toks_per_item == {"image": 64}
+    _, blank = budget.get_dummy_encoder_profile_inputs()[0]
+    assert blank["pixel_values"].data.shape == (64 * 4, 3 * 2 * 4 * 4)
+    assert blank["image_grid_thw"].data.tolist() == [1, 16, 16]
+
+
 def test_sampled_placeholders_are_read_as_the_end_of_an_image(
     vision: VllmRollout, vision_folders: list[Path], vision_models: list[Any], prompts: list[Prompt]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from array import array
 from collections import OrderedDict
@@ -48,6 +49,16 @@ def images_of(data: Mapping[str, Any] | None, what: str = "the row") -> tuple[by
     return tuple(data.get("image", ()))
 
 
+def _with_pillow() -> dict[str, Any]:
+    """Return the argument that makes transformers resize images with Pillow.
+
+    By default it uses torchvision where that is installed, whose pixels differ: a trainer and a replica in another
+    environment would see different images.
+    """
+    is_named = importlib.util.find_spec("transformers.image_processing_backends") is not None  # transformers 5
+    return {"backend": "pil"} if is_named else {"use_fast": False}
+
+
 @dataclass(frozen=True)
 class _Processed:
     """Patches of one image, float32 ``[N, D]``, and its grid, int64 ``[3]``."""
@@ -86,7 +97,7 @@ class ImageInputs:
         try:
             # Any: some of transformers' methods are typed, others are not.
             auto: Any = AutoImageProcessor
-            self._processor: Any = auto.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._processor: Any = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **_with_pillow())
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"model.path: the image processor of {path} does not load: {error}") from error
         self.image_token_id = int(config.image_token_id)

@@ -60,11 +60,17 @@ class _Processor(BaseMultiModalProcessor):  # type: ignore[misc,unused-ignore]
 
     requires_tokenizer = False
 
-    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_unused: Any) -> Any:
-        # vLLM also passes its processor's cache and, in some versions, its scheduler's config.
-        tokens = self.info.get_mm_max_tokens_per_item(self.info.ctx.model_config.max_model_len, mm_counts)
-        blank = self.info.inputs.blank_of(tokens["image"])
-        return {"mm_kwargs": build_items(*blank, self.info.ctx.model_config.dtype)}
+    def get_dummy_mm_inputs(
+        self,
+        mm_counts: Mapping[str, int],
+        *,
+        cache: Any = None,
+        scheduler_config: Any = None,
+    ) -> Any:
+        model = self.info.ctx.model_config
+        tokens = self.info.get_mm_max_tokens_per_item(model.max_model_len, mm_counts)
+        pixel_values, grids = self.info.inputs.blank_of(tokens["image"])
+        return {"mm_kwargs": build_items(pixel_values, grids, model.dtype)}
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
         raise NotImplementedError("rollcast passes processed prompts only")
