@@ -246,6 +246,12 @@ def test_a_folder_without_an_image_processor_is_refused(vision_folders: list[Pat
         build(tmp_path)
 
 
+def test_a_list_of_vllm_plugins_must_name_rollcast(vision_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS is 'lora_filesystem_resolver'.*add rollcast"):
+        build(vision_folders[0])
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 def test_other_kinds_agree_with_transformers(kind: VisionKind, tmp_path: Path) -> None:
     """Untied, and updated to other weights than the engine started with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rollcast.errors import PluginLoadError
+from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import bind_threads, has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
@@ -45,11 +45,21 @@ def prepare_environment(config: VllmRolloutConfig) -> None:
 
 
 def pass_images(architecture: str | None) -> None:
-    """Tell the engine's processes the architecture to which rollcast passes images; None for a model of text."""
+    """Tell the engine's processes the architecture to which rollcast passes images; None for a model of text.
+
+    Raises:
+        ConfigError: ``VLLM_PLUGINS`` keeps these processes from loading rollcast's plugin.
+    """
     if architecture is None:
         os.environ.pop(_IMAGES, None)
-    else:
-        os.environ[_IMAGES] = architecture
+        return
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "rollcast" not in plugins.split(","):
+        raise ConfigError(
+            f"VLLM_PLUGINS is {plugins!r}, so vLLM does not load the plugin rollcast, which passes it images; add "
+            "rollcast to the variable, or unset it"
+        )
+    os.environ[_IMAGES] = architecture
 
 
 def image_architecture() -> str | None:
