@@ -12,6 +12,7 @@ from rollcast import build_section
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig
 from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto, Jagged
+from rollcast_engine.images import MicroImages
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_testing.tiny import nll_loss
@@ -25,6 +26,7 @@ from rollcast_testing.tiny_vision import (
     tiny_vision_folder,
     vision_prompt,
 )
+from rollcast_vision.model_inputs import ImageInputs
 
 RESPONSES = ([9, 8, 7, 6], [4, IMAGE_ID, 5], [VIDEO_ID, 12])
 
@@ -64,8 +66,11 @@ def test_log_probs_and_training_with_images(kind: VisionKind, tmp_path: Path) ->
     )
     engine = FsdpEngine(setup)
     engine.initialize()
-    for rows in (1, 3):
+    inputs = ImageInputs(folder)
+    # With fills, as on several ranks, a micro-batch without images runs the vision tower on a blank one.
+    for rows, fills in ((1, False), (1, True), (3, False)):
         settings = ForwardSettings(micro_batch_size_per_gpu=rows)
+        engine.vision = MicroImages(inputs, fills=fills)
         with engine.eval_mode():
             found = Jagged.of(engine.infer_batch(batch, settings)[0]["log_probs"]).values
         assert found.tolist() == pytest.approx(expected, abs=1e-5)

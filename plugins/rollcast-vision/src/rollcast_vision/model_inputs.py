@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,6 +113,7 @@ class ImageInputs:
         self._patch_size = channels * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         self._cache: OrderedDict[bytes, _Processed] = OrderedDict()
         self._cached_bytes = 0
+        self._lock = threading.Lock()  # rollouts process images in several threads
 
     def expand(self, ids: Sequence[int], images: Images, where: str) -> array[int]:
         """Return a prompt's ids with each placeholder repeated once for each token of its image.
@@ -201,14 +203,17 @@ class ImageInputs:
         return torch.where(wrong, self.neutral_id, ids)
 
     def _process(self, image: bytes, where: str = "an image") -> _Processed:
-        known = self._cache.get(image)
-        if known is not None:
-            self._cache.move_to_end(image)
-            return known
+        with self._lock:
+            known = self._cache.get(image)
+            if known is not None:
+                self._cache.move_to_end(image)
+                return known
         given = self._processor(images=[decode_image(image, where)], return_tensors="pt")
         done = _Processed(given["pixel_values"].float(), given["image_grid_thw"][0].long())
-        self._cache[image] = done
-        self._cached_bytes += done.pixel_values.nbytes
-        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].pixel_values.nbytes
+        with self._lock:
+            if image not in self._cache:
+                self._cache[image] = done
+                self._cached_bytes += done.pixel_values.nbytes
+            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].pixel_values.nbytes
         return done
