@@ -496,7 +496,7 @@ def install_trainer(session: nox.Session) -> Path:
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
-    tools = ["pytest", "pytest-timeout", "peft"]
+    tools = ["pytest", "pytest-timeout", "peft", "pillow"]
     wanted = what_is_installed(names, tools, CPU)
     with locked(TRAINER):
         if not marker.is_file() or marker.read_text() != wanted:
