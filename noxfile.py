@@ -155,7 +155,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of every distribution with mypy."""
-    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
+    # mypy reads Pillow's types, which only an extra requires.
+    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS, *TEST_LIBRARIES["rollcast-vision"])
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))

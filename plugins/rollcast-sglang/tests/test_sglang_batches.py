@@ -52,7 +52,7 @@ def test_a_refused_request_fails_alone(raises: bool) -> None:
         rollout = SglangRollout.__new__(SglangRollout)
         rollout.setup = RolloutSetup(SimpleNamespace(), "", 0, 0, 2)
         client = rollout._client = RefusingClient(raises)  # type: ignore[assignment]
-        rollout._tasks, rollout._rows = set(), 0
+        rollout._tasks, rollout._rows, rollout._recorded = set(), 0, None
         jobs = []
         for prompt in ([5], [BAD], [6]):
             request = RolloutRequest(str(prompt), prompt, SamplingParams(n=2))

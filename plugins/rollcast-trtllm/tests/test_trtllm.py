@@ -55,6 +55,7 @@ class TestTrtllm(RolloutSuite):
     rollout_config: ClassVar = {"dtype": "float32"}
     shared = True
     kill_engine = kill_server
+    mixtures = False  # the stand-in computes dense models
 
     @pytest.mark.parametrize(
         "sampling",

@@ -149,6 +149,22 @@ def test_quantization_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: 
         engine_args.build_engine_args(make_setup(folder, quantization="fp8"))
 
 
+def test_recording_of_experts_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    library = ModuleType("vllm")
+    library.AsyncEngineArgs = EngineArgs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setattr(EngineArgs, "__init__", lambda self, **values: given.update(values))
+    folder = tiny_model_folder(tmp_path / "model")
+    monkeypatch.setattr(engine_args, "has_gpu", lambda: True)
+    for asked in (True, False):
+        engine_args.build_engine_args(make_setup(folder, enable_rollout_routing_replay=asked))
+        assert given["enable_return_routed_experts"] is asked
+    monkeypatch.setattr(engine_args, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"rollout\.enable_rollout_routing_replay is true, but vLLM .* on a GPU only"):
+        engine_args.build_engine_args(make_setup(folder, enable_rollout_routing_replay=True))
+
+
 def test_other_quantizations_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization must be fp8 or null, got 'awq'"):
         build_section(VllmRolloutConfig, OmegaConf.create({"quantization": "awq"}), "rollout")

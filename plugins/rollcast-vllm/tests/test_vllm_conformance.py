@@ -19,6 +19,7 @@ class TestVllm(RolloutSuite):
     shared = True
     rollout_config: ClassVar = {"kv_cache_memory_bytes": 64 << 20}
     lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 8}
+    routing_config: ClassVar = None  # vLLM records on a GPU only
     kill_engine = staticmethod(kill)
 
     @pytest.fixture(scope="class")

@@ -5,6 +5,7 @@ Rollout engines silently accept an incomplete set of weights; these checks rejec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["ModelWeights", "UpdateCheck", "check_adapter", "read_model_config", 
 _PREFIX = "base_model.model."
 _LORA_A = ".lora_A.weight"
 _LORA_B = ".lora_B.weight"
+_EXPERTS = re.compile(r"\.layers\.(\d+)\..*\bexperts\.")
 
 
 def read_model_config(model_path: str, trust_remote_code: bool = False) -> Any:
@@ -72,6 +74,11 @@ class ModelWeights:
         names = {name: firsts.setdefault(id(weight), name) for name, weight in weights.items()}
         tied = frozenset(first for name, first in names.items() if name != first)
         return cls({name: tuple(weight.shape) for name, weight in weights.items()}, names, tied)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with routed experts, in ascending order; empty for a dense model."""
+        return tuple(sorted({int(found[1]) for name in self.shapes if (found := _EXPERTS.search(name))}))
 
 
 @dataclass

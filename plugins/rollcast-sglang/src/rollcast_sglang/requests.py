@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollcast.contracts.rollout import RolloutSequence, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
 from rollcast_serving.engines.job import BaseJob
+from rollcast_serving.engines.routing import RecordedLayers
 from rollcast_sglang.environment import STOP_STRINGS
 
 __all__ = ["Adapter", "Job", "Row", "build_batch", "read_sequence"]
@@ -77,12 +82,13 @@ class Row:
     is_over: bool = False
 
 
-def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
+def build_batch(rows: Sequence[Row], setup: RolloutSetup, records_routing: bool = False) -> dict[str, Any]:
     """Return the body of one ``/generate`` call for all the rows.
 
     Args:
         rows: sequences to generate.
         setup: setup of the rollout, whose stop tokens apply in addition to each request's own.
+        records_routing: True to get the choices of a mixture's routers.
     """
     prompts = {row.job: row.job.prompt.tolist() for row in rows}
     body: dict[str, Any] = {
@@ -90,6 +96,7 @@ def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
         "input_ids": [prompts[row.job] for row in rows],
         "sampling_params": [_sampling_params(row, setup) for row in rows],
         "return_logprob": True,
+        "return_routed_experts": records_routing,
     }
     if any(row.job.adapter for row in rows):
         body["lora_path"] = [row.job.adapter.name if row.job.adapter else None for row in rows]
@@ -113,11 +120,16 @@ def _sampling_params(row: Row, setup: RolloutSetup) -> dict[str, Any]:
     }
 
 
-def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
+def read_sequence(row: Row, event: Mapping[str, Any], layers: RecordedLayers | None = None) -> RolloutSequence | None:
     """Return the sequence of a ``/generate`` event; None while it is incomplete.
 
+    Args:
+        row: sequence that was asked for.
+        event: SGLang's answer.
+        layers: layers whose routers' choices are recorded; None for none.
+
     Raises:
-        RolloutError: SGLang failed, or returned fewer log-probs or versions than tokens.
+        RolloutError: SGLang failed, or returned fewer log-probs, versions or choices of routers than tokens.
     """
     meta: Mapping[str, Any] = event["meta_info"]
     finish = meta.get("finish_reason")
@@ -137,7 +149,17 @@ def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
         raise RolloutError(f"request {request.request_id!r}: SGLang aborted it: {finish.get('message')}")
     if _has_one_candidate(request.sampling):
         log_probs = array("f", bytes(4 * len(tokens)))
-    return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions)
+    routed = None if layers is None or not tokens else _routed_experts(row, meta, len(tokens), layers)
+    return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions, routed)
+
+
+def _routed_experts(row: Row, meta: Mapping[str, Any], new: int, layers: RecordedLayers) -> NDArray[np.int16]:
+    """Return the choices for prompt and sequence, which SGLang sends as base64 of int32, without the last token's."""
+    request_id, count = row.job.request.request_id, len(row.job.prompt) + new
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise RolloutError(f"request {request_id!r}: SGLang returned no experts for its {count} tokens")
+    return layers.select(np.frombuffer(base64.b64decode(encoded), np.int32), count, request_id)
 
 
 def _has_one_candidate(sampling: SamplingParams) -> bool:

@@ -28,6 +28,7 @@ from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
 from rollcast_serving.engines.http_client import RefusedError
 from rollcast_serving.engines.job import SequenceSeeds, request_failure
+from rollcast_serving.engines.routing import RecordedLayers
 from rollcast_serving.engines.server_process import ServerProcess
 from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, read_model_config
@@ -60,6 +61,7 @@ class SglangRollout(BaseRollout):
         ConfigError: ``engine_kwargs`` has a key that SGLang does not know or that rollcast sets.
         PluginLoadError: SGLang is not installed here.
         CheckpointError: ``setup.model_path`` has no readable config.
+        CapabilityError: ``enable_rollout_routing_replay`` is set, and the model has no experts.
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
@@ -70,6 +72,7 @@ class SglangRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
+        routing_replay=True,
         # SGLang's repetition penalty ignores the prompt, and its min-p is applied after top-k and top-p.
         sampling=frozenset({"logit_bias"}),
     )
@@ -87,6 +90,7 @@ class SglangRollout(BaseRollout):
         trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
         limits = ModelLimits.of(read_model_config(setup.model_path, trust))
         self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
+        self._recorded = RecordedLayers.of(setup, trust)
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
         environment = server_environment(self._config, setup.model_path, os.environ, gpu)
@@ -307,11 +311,12 @@ class SglangRollout(BaseRollout):
     async def _send(self, batch: Sequence[Job]) -> None:
         rows = [row for job in batch for row in job.rows]
         try:
-            async for event in self._client.generate(build_batch(rows, self.setup)):
+            body = build_batch(rows, self.setup, self._recorded is not None)
+            async for event in self._client.generate(body):
                 if "error" in event:
                     raise RefusedError(f"SGLang refused a batch of {len(batch)} requests: {event['error']}")
                 row = rows[event["index"]]
-                sequence = read_sequence(row, event)
+                sequence = read_sequence(row, event, self._recorded)
                 if sequence is not None:
                     row.job.finish(row, sequence)
             raise RolloutError("SGLang returned no answer")

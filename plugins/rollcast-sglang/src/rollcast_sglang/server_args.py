@@ -28,6 +28,7 @@ OWN_NAMES = {
     "disable_radix_cache": "enable_prefix_caching",
     "tp_size": "tensor_model_parallel_size",
     "enable_memory_saver": "free_cache_engine",
+    "enable_return_routed_experts": "enable_rollout_routing_replay",
 }
 
 
@@ -77,6 +78,7 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         "disable_cuda_graph": config.enforce_eager or not gpu,
         "tp_size": config.tensor_model_parallel_size,
         "enable_lora": config.enable_lora,
+        "enable_return_routed_experts": config.enable_rollout_routing_replay,
         "enable_memory_saver": config.free_cache_engine and gpu,
         "enable_weights_cpu_backup": config.enable_weights_cpu_backup and config.free_cache_engine and gpu,
         "log_level": config.log_level,

@@ -27,6 +27,7 @@ from rollcast.contracts.rollout import (
     rollouts,
 )
 from rollcast.errors import CapabilityError, RollcastError
+from rollcast_testing.rollout_mixture import RolloutMixtures
 from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
@@ -42,13 +43,16 @@ from rollcast_testing.rollout_updates import RolloutUpdates
 __all__ = ["RolloutSuite"]
 
 
-class RolloutSuite(RolloutUpdates):
+class RolloutSuite(RolloutUpdates, RolloutMixtures):
     """Conformance tests of one rollout; subclass it and set the name.
 
     Attributes:
         name: name of the rollout in ``rollcast.rollouts``.
         rollout_config: keys of the ``rollout`` section that differ from the schema's defaults.
         lora_config: further keys that enable adapters of rank 4.
+        mixtures: False for a rollout that runs dense models only.
+        routing_config: further keys with which the experts of a mixture are recorded; None if the machine of the tests
+            cannot record them.
         kill_engine: function that kills the rollout's engine from outside, as a fault would; None if there is no
             process to kill.
         shared: True to share one rollout between all tests of the class and reload the folder's weights before each

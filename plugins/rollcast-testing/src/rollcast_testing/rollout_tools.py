@@ -105,9 +105,9 @@ class RolloutFixtures:
         assert gap <= self.tolerance, f"a log-prob is {gap} away from the sampled distribution's"
 
 
-def write_model(folder: Path, seed: int, tied: bool = True) -> Path:
+def write_model(folder: Path, seed: int, tied: bool = True, experts: int = 0) -> Path:
     """Write a tiny model with large random weights, because a freshly initialised one only repeats its last token."""
-    tiny_model_folder(folder, seed=seed, tied=tied, head_dim=32)
+    tiny_model_folder(folder, seed=seed, tied=tied, head_dim=32, experts=experts)
     model = load_model(folder)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

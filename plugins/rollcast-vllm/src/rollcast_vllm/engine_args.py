@@ -17,7 +17,11 @@ WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 #: KV cache of an engine on a CPU, where vLLM's own default is a share of all memory.
 CPU_KV_CACHE_BYTES = 256 << 20
 #: rollcast's keys for arguments that ``engine_kwargs`` must not set.
-OWN_KEYS = {"tensor_parallel_size": "tensor_model_parallel_size", "enable_sleep_mode": "free_cache_engine"}
+OWN_KEYS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "enable_sleep_mode": "free_cache_engine",
+    "enable_return_routed_experts": "enable_rollout_routing_replay",
+}
 
 #: Default arguments that ``engine_kwargs`` may override.
 DEFAULTS = {"use_tqdm_on_load": False}
@@ -47,7 +51,7 @@ def build_engine_args(setup: RolloutSetup, takes_images: bool = False) -> Any:
 
     Raises:
         ConfigError: ``engine_kwargs`` has a key that vLLM does not know or that rollcast sets, vLLM rejects a value, or
-            ``quantization`` is set on a CPU.
+            ``quantization`` or ``enable_rollout_routing_replay`` is set on a CPU.
     """
     from vllm import AsyncEngineArgs
 
@@ -67,6 +71,11 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         raise ConfigError(
             f"rollout.quantization is {config.quantization}, but vLLM has no such kernels for a CPU; set it to null"
         )
+    if config.enable_rollout_routing_replay and not gpu:
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay is true, but vLLM records experts on a GPU only; set it to "
+            "false, or use rollout=sglang or rollout=hf"
+        )
     kv_cache = config.kv_cache_memory_bytes
     values = {
         "model": setup.model_path,
@@ -82,6 +91,7 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_lora": config.enable_lora,
+        "enable_return_routed_experts": config.enable_rollout_routing_replay,
         "max_loras": 1,
         "max_lora_rank": config.max_lora_rank,
         "enable_sleep_mode": config.free_cache_engine and gpu,

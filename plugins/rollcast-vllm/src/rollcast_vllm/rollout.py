@@ -26,6 +26,7 @@ from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
 from rollcast_serving.engines.job import empty_output
+from rollcast_serving.engines.routing import RecordedLayers
 from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
@@ -81,6 +82,7 @@ class VllmRollout(BaseRollout):
         PluginLoadError: vLLM is not installed here.
         ConfigError: vLLM rejects the value of a key in the ``rollout`` section.
         CheckpointError: there is no readable model config.
+        CapabilityError: ``enable_rollout_routing_replay`` is set, and the model has no experts.
         RolloutError: the engine did not start.
     """
 
@@ -93,6 +95,7 @@ class VllmRollout(BaseRollout):
         releases_memory=True,
         seeds=True,
         multi_modal=True,
+        routing_replay=True,
         quantization=frozenset({"fp8"}),
         sampling=OPTIONAL_SAMPLING,
     )
@@ -119,6 +122,7 @@ class VllmRollout(BaseRollout):
         )
         arguments = build_engine_args(setup, self._images is not None)
         self._stops = StopStrings(setup.model_path, trust)
+        self._recorded = RecordedLayers.of(setup, trust)
         self._expected: ModelWeights | None = None
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
@@ -205,7 +209,7 @@ class VllmRollout(BaseRollout):
             params = build_params(request, stop_ids, seed)
             async with self._submitted(job, job.key, prompt, params) as outputs:
                 output = outputs.get_nowait() or await outputs.get()
-            return [read_sequence(request.request_id, completion) for completion in output.outputs]
+            return [read_sequence(request, completion, self._recorded) for completion in output.outputs]
         # Separate requests, so that one that has stopped ends while the others continue.
         tasks = [
             asyncio.ensure_future(
@@ -221,7 +225,7 @@ class VllmRollout(BaseRollout):
 
     async def _sample_until_stop(self, job: _Job, prompt: dict[str, Any], params: Any, number: int) -> RolloutSequence:
         request = job.request
-        reader = SequenceReader(request.request_id, self._stops.matcher(request.sampling.stop))
+        reader = SequenceReader(request, self._stops.matcher(request.sampling.stop), self._recorded)
         key = f"{job.key}.{number}"
         async with self._submitted(job, key, prompt, params) as outputs:
             ended = False

@@ -7,8 +7,12 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollcast.contracts.rollout import RolloutRequest, RolloutSequence
 from rollcast.errors import RequestError, RolloutError
+from rollcast_serving.engines.routing import RecordedLayers
 from rollcast_serving.stops import StopMatcher, count_until_stop
 
 __all__ = [
@@ -83,12 +87,16 @@ class SequenceReader:
     """One sequence, assembled from vLLM's outputs, up to a stop string.
 
     Args:
-        request_id: id of the request, for messages.
+        request: request that the sequence answers.
         matcher: matcher of the request's stop strings; None without any.
+        layers: layers whose routers' choices are recorded; None for none.
     """
 
-    def __init__(self, request_id: str, matcher: StopMatcher | None = None) -> None:
-        self._request_id, self._matcher = request_id, matcher
+    def __init__(
+        self, request: RolloutRequest, matcher: StopMatcher | None = None, layers: RecordedLayers | None = None
+    ) -> None:
+        self._request, self._matcher, self._layers = request, matcher, layers
+        self._routed: Any = None
         self._tokens, self._log_probs, self._versions = array("i"), array("f"), array("q")
         self._reason: str | None = None
         self._kept: int | None = None
@@ -113,6 +121,7 @@ class SequenceReader:
         if tokens:
             self._log_probs += array("f", completion.logprobs.logprobs)
         self._reason = completion.finish_reason
+        self._routed = completion.routed_experts  # only in the last output
         for span in completion.weight_versions or ():  # only in the last output
             self._versions += array("q", [int(span.version)]) * (span.end - span.start)
 
@@ -120,22 +129,29 @@ class SequenceReader:
         """Return the sequence; call it when it is over.
 
         Raises:
-            RolloutError: vLLM failed, or returned fewer log-probs or versions than tokens.
+            RolloutError: vLLM failed, or returned fewer log-probs, versions or choices of routers than tokens.
         """
-        parts = (self._tokens, self._log_probs, self._versions)
+        counts = [len(part) for part in (self._tokens, self._log_probs, self._versions)]
         reason = self._reason
-        if reason not in {"stop", "length", "abort"} or len({len(part) for part in parts}) > 1:
+        if reason not in {"stop", "length", "abort"} or len(set(counts)) > 1:
             raise RolloutError(
-                f"request {self._request_id!r}: vLLM answered with finish reason {reason!r}, {len(self._tokens)} "
-                f"tokens, {len(self._log_probs)} log-probs and {len(self._versions)} weight versions"
+                f"request {self._request.request_id!r}: vLLM answered with finish reason {reason!r}, {counts[0]} "
+                f"tokens, {counts[1]} log-probs and {counts[2]} weight versions"
             )
         kept, end = self._kept, "stop" if self.has_stopped else reason
         tokens, log_probs, versions = self._tokens[:kept], self._log_probs[:kept], self._versions[:kept]
-        return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], end), versions)
+        routed = None if self._layers is None or not tokens else self._choices(len(tokens), self._layers)
+        return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], end), versions, routed)
+
+    def _choices(self, new: int, layers: RecordedLayers) -> NDArray[np.int16]:
+        request_id, count = self._request.request_id, len(self._request.prompt_ids) + new
+        if self._routed is None:
+            raise RolloutError(f"request {request_id!r}: vLLM returned no experts for its {count} tokens")
+        return layers.select(self._routed, count, request_id)
 
 
-def read_sequence(request_id: str, completion: Any) -> RolloutSequence:
-    """Return the sequence of a final ``CompletionOutput``; raises like :meth:`SequenceReader.sequence`."""
-    reader = SequenceReader(request_id)
+def read_sequence(request: RolloutRequest, completion: Any, layers: RecordedLayers | None = None) -> RolloutSequence:
+    """Return the sequence of a final ``CompletionOutput``; takes and raises the same as :class:`SequenceReader`."""
+    reader = SequenceReader(request, layers=layers)
     reader.add(completion)
     return reader.sequence()

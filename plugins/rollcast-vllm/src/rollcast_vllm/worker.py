@@ -117,6 +117,7 @@ class _Load:
     def finish(self, version: int) -> None:
         self._checks.finish(version)
         self._finalize()
+        _repack_experts(self._model)
         runner = self._worker.model_runner
         runner.reset_lora_state()
         runner.reset_encoder_cache()
@@ -190,6 +191,20 @@ def _repack_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repack_experts(model: Any) -> None:
+    """Make the layers of a mixture compute with their current weights, of which all were loaded.
+
+    On a CPU vLLM 0.32 packs a mixture's weights when it loads them first, and not when it loads them again.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
 
 
 def _answer(call: Any) -> bytes:

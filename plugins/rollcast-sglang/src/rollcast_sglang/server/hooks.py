@@ -33,6 +33,9 @@ def register() -> None:
     HookRegistry.register(check, _stop_at_stops, HookType.REPLACE)
     manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
     HookRegistry.register(manager, _do_without_pinning, HookType.BEFORE)
+    record = "sglang.srt.state_capturer.base.BaseHostCache.__init__"
+    HookRegistry.register(record, _keep_record_unpinned, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _tie_head, HookType.AFTER)
     adapter = "sglang.srt.lora.lora.LoRAAdapter.initialize_weights"
     HookRegistry.register(adapter, _read_adapter_files, HookType.BEFORE)
 
@@ -87,6 +90,20 @@ def _stop_strings() -> StopStrings:
     return StopStrings(*json.loads(os.environ[SERVER_VARIABLE]))
 
 
+def _tie_head(model: Any, model_config: Any, *_: object, **__: object) -> Any:
+    """Share the embedding with the vocabulary head if the config says so, which SGLang does not for Qwen3-MoE.
+
+    The head would stay random, because a tied model's weights do not contain it.
+    """
+    head, inner = getattr(model, "lm_head", None), getattr(model, "model", None)
+    embedding = getattr(inner, "embed_tokens", None)
+    if not model_config.hf_text_config.tie_word_embeddings or head is None or embedding is None:
+        return model
+    if head is not embedding and getattr(head, "weight", None) is not embedding.weight:
+        head.weight = embedding.weight
+    return model
+
+
 def _do_without_pinning(*_: object, **__: object) -> None:
     """Make SGLang's LoRA code run on a machine without a GPU, where pinned memory is not available."""
     import torch
@@ -99,6 +116,23 @@ def _do_without_pinning(*_: object, **__: object) -> None:
     torch.Tensor.pin_memory = _stay  # type: ignore[method-assign, assignment]
     for module in (sglang.srt.lora.layers, sglang.srt.lora.backend.torch_backend):
         module.torch = _TorchWithoutPinning()
+
+
+def _keep_record_unpinned(*_: object, **__: object) -> None:
+    """Make SGLang's record of the experts run on a machine without a GPU, where pinned memory is not available."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unpinned
+
+
+def _allocate_unpinned(dims: tuple[int, ...], dtype: Any, device: str, **_: object) -> Any:
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def _read_adapter_files(adapter: Any) -> None:

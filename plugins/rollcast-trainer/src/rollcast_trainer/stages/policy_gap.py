@@ -93,7 +93,8 @@ def routes_of(run: TrainingRun) -> str:
     if records and not task.rollout_class.capabilities.routing_replay:
         raise CapabilityError(
             f"rollout.enable_rollout_routing_replay is true, but rollout.name={task.rollout.name} cannot record the "
-            "experts of its tokens (capabilities.routing_replay); use rollout=hf, or actor.router_replay.mode=R2"
+            "experts of its tokens (capabilities.routing_replay); use rollout=hf, sglang or vllm, or "
+            "actor.router_replay.mode=R2"
         )
     if mode != "disabled" and not task.engine_class.capabilities.routing_replay:
         raise CapabilityError(

@@ -1,0 +1,70 @@
+"""The choices of a mixture's routers, from an engine that returns those of every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcast.contracts.rollout import RolloutSetup
+from rollcast.errors import CapabilityError, RolloutError
+from rollcast_serving.model_weights import ModelWeights, read_model_config
+
+__all__ = ["RecordedLayers"]
+
+
+@dataclass(frozen=True)
+class RecordedLayers:
+    """Layers whose routers' choices a rollout records.
+
+    Attributes:
+        indices: layers with experts, in ascending order.
+        total: number of all layers.
+    """
+
+    indices: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, setup: RolloutSetup, trust_remote_code: bool) -> RecordedLayers | None:
+        """Return the layers of a rollout's model; None if its config asks for no record.
+
+        Raises:
+            CapabilityError: it asks for one, and the model has no experts.
+            CheckpointError: the model's folder has no readable config.
+        """
+        if not setup.config.enable_rollout_routing_replay:
+            return None
+        indices = ModelWeights.of(setup.model_path, trust_remote_code).expert_layers
+        if not indices:
+            raise CapabilityError(
+                f"rollout.enable_rollout_routing_replay is true, but the model in {setup.model_path} has no layers "
+                "with experts; set it to false"
+            )
+        text = read_model_config(setup.model_path, trust_remote_code).get_text_config()
+        return cls(indices, int(text.num_hidden_layers))
+
+    def select(self, found: NDArray[Any], count: int, request_id: str) -> NDArray[np.int16]:
+        """Return a sequence's ``routed_experts``, int16 ``[count, layers with experts, k]``; -1 for tokens not read.
+
+        Args:
+            found: the engine's choices ``[tokens, all layers, k]``, or the same flat, for the first tokens of prompt
+                and sequence; it reads all but the last at least.
+            count: number of tokens of prompt and sequence, 2 or more.
+            request_id: id of the request, for messages.
+
+        Raises:
+            RolloutError: the choices are those of fewer tokens or of other layers.
+        """
+        tokens = len(found) if found.ndim == 3 else count - 1
+        if tokens < count - 1 or not found.size or found.size % (tokens * self.total):
+            raise RolloutError(
+                f"request {request_id!r}: the engine returned experts of shape {found.shape} for {count} tokens; at "
+                f"least [{count - 1}, {self.total}, experts of a token] is needed"
+            )
+        choices = found.reshape(tokens, self.total, -1)[:count, list(self.indices)]
+        padded = np.full((count, *choices.shape[1:]), -1, np.int16)
+        padded[: len(choices)] = choices
+        return padded
