@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -270,3 +271,22 @@ def test_other_kinds_agree_with_transformers(kind: VisionKind, tmp_path: Path) -
     for prompt, output in zip(prompts, outputs, strict=True):
         assert gap(model, new, prompt, output.sequences[0], {}) < TOLERANCE
     assert torch.isfinite(torch.tensor(outputs[0].sequences[0].log_probs)).all()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_images_on_two_ranks(
+    vision_folders: list[Path], vision_models: list[Any], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism splits the vision tower too, and each rank loads its part of an update."""
+    # Set by an engine of one rank that ran in this process before.
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    rollout = build(vision_folders[0], tensor_model_parallel_size=2)
+    try:
+        asyncio.run(rollout.update_weights([list(vision_models[1].named_parameters())], 1))
+        bias = {IMAGE_ID: 4.0}
+        outputs = generate(rollout, prompts, replace(SAMPLED, logit_bias=tuple(bias.items())))
+    finally:
+        rollout.close()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert gap(vision_models[1], vision_folders[0], prompt, output.sequences[0], bias) < TOLERANCE
