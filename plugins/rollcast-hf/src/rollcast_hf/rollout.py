@@ -34,7 +34,7 @@ from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError
 from rollcast_hf.model import build_model, load_model, read_dtype
-from rollcast_hf.requests import Job, admit
+from rollcast_hf.requests import Job, admit, check_images
 from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
@@ -206,6 +206,8 @@ class HfRollout(BaseRollout):
         row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
         if (row.images or self._sees) and self._images is None:
             self._images = ImageInputs(self.setup.model_path)
+        if self._images is not None:
+            check_images(request, row, self._images)
         loop = asyncio.get_running_loop()
         job = Job(request, loop.create_future(), row)
         self._queue.append(job)
