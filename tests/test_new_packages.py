@@ -120,6 +120,23 @@ def test_pages_show_the_templates(kind: str, page: str, name: str, tmp_path: Pat
         assert (package / file).read_text() == text, file
 
 
+def test_git_ignores_what_tools_write(tmp_path: Path) -> None:
+    package = create_package("reward", "ignoring", tmp_path)
+    subprocess.run(["git", "init", "-q", str(package)], check=True)
+    for written in ("src/rollcast_ignoring/__pycache__/reward.pyc", "runs/first/metrics.jsonl", "dist/a.whl"):
+        (package / written).parent.mkdir(parents=True, exist_ok=True)
+        (package / written).touch()
+    listed = subprocess.run(
+        ["git", "-C", str(package), "status", "--porcelain", "--untracked-files=all"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = {line.removeprefix("?? ") for line in listed.stdout.splitlines()}
+    assert {"pyproject.toml", ".gitignore"} <= files
+    assert not {each for each in files if each.startswith(("runs/", "dist/")) or "__pycache__" in each}
+
+
 def test_they_announce_what_they_bring(packages: Path) -> None:
     listed = json.loads(run(packages, "rollcast", "plugins", "--json", "--check"))
     parts = listed["parts"] if isinstance(listed, dict) else listed

@@ -74,6 +74,25 @@ def test_devices_differ_where_they_have_to(tmp_path: Path) -> None:
     assert cpu["load_format"] == gpu["load_format"] == "dummy"  # the folder has no weights
 
 
+@pytest.mark.usefixtures("sglang")
+def test_quantization_loads_and_updates_by_the_same_loader(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "weights")
+
+    def arguments(path: Path, gpu: bool = True, **keys: Any) -> dict[str, Any]:
+        config = SglangRolloutConfig(quantization="fp8", **keys)
+        return server_args.build_server_args(RolloutSetup(config, str(path), 3, 0, 2), 512, gpu)
+
+    args = arguments(folder)
+    assert (args["quantization"], args["load_format"]) == ("fp8", "flash_rl")
+    assert "quantization" not in build(tmp_path, gpu=True)
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is fp8, but SGLang has no such kernels for a CPU"):
+        arguments(folder, gpu=False)
+    with pytest.raises(ConfigError, match=r"rollout\.load_format is dummy, .*; set rollout\.load_format to auto"):
+        arguments(folder, load_format="dummy")
+    with pytest.raises(ConfigError, match=r"model\.path=.*model has none; save the model there"):
+        arguments(tmp_path / "model")
+
+
 def test_sglang_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(PluginLoadError, match=r"rollout\.replica\.python"):

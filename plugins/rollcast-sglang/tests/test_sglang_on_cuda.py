@@ -27,6 +27,7 @@ class TestSglangOnCuda(RolloutSuite):
     shared = True
     rollout_config: ClassVar = {"max_running_requests": 64, "max_total_tokens": 1 << 16, "dtype": "float32"}
     lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 4}
+    quantized_config: ClassVar = {"dtype": "bfloat16"}
 
     @pytest.mark.parametrize("keeps_weights", [True, False])
     def test_a_release_frees_the_cache(self, model_folder: Path, keeps_weights: bool) -> None:

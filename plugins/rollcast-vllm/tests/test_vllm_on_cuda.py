@@ -22,12 +22,10 @@ from rollcast_testing.rollout_tools import (
     load_model,
     make_prompts,
     run_prompts,
-    token_log_probs,
     write_model,
 )
 from rollcast_testing.tiny_vision import (
     IMAGE_ID,
-    VisionKind,
     image_log_probs,
     load_vision_model,
     noise_image,
@@ -47,6 +45,7 @@ class TestVllmOnCuda(RolloutSuite):
     shared = True
     rollout_config: ClassVar = {"kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 8}
+    quantized_config: ClassVar = {"dtype": "auto"}
     kill_engine = staticmethod(kill)
 
 
@@ -94,32 +93,9 @@ def test_the_cache_can_be_released_alone(sleeper: VllmRollout) -> None:
     assert len(asyncio.run(sleeper.generate(request)).sequences[0].token_ids) == 4
 
 
-def test_weights_are_rounded_to_eight_bits_at_every_update(tmp_path: Path) -> None:
-    """Log-probs follow each update, within what rounding explains, and are not those of the unrounded weights."""
-    folders = [write_model(tmp_path / f"model{seed}", seed=seed) for seed in (0, 1)]
-    models = [load_model(folder) for folder in folders]
-    rollout = build(folders[0], kv_cache_memory_bytes=64 << 20, quantization="fp8")
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    try:
-        for version, (model, other) in enumerate([models, models[::-1]]):
-            if version:
-                asyncio.run(rollout.update_weights([list(model.named_parameters())], version))
-            gaps: dict[str, list[float]] = {"own": [], "other": []}
-            for prompt, output in zip(make_prompts(8), run_prompts(rollout, make_prompts(8), sampling), strict=True):
-                (sequence,) = output.sequences
-                for name, each in (("own", model), ("other", other)):
-                    expected = token_log_probs(each, prompt, sequence.token_ids, sampling)
-                    gaps[name] += [abs(a - b) for a, b in zip(sequence.log_probs, expected, strict=True)]
-            mean = {name: sum(each) / len(each) for name, each in gaps.items()}
-            assert 1e-4 < mean["own"] < 0.2 * mean["other"], mean
-    finally:
-        rollout.close()
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_log_probs_with_images(kind: VisionKind, tmp_path: Path) -> None:
+def test_log_probs_of_qwen3_with_images(tmp_path: Path) -> None:
     """Sampled placeholders included, and with other weights than the engine started with."""
-    old, new = (tiny_vision_folder(tmp_path / f"model{seed}", kind, seed) for seed in (0, 1))
+    old, new = (tiny_vision_folder(tmp_path / f"model{seed}", "qwen3_vl", seed) for seed in (0, 1))
     model = load_vision_model(new)
     prompt, images = vision_prompt(old, [5, 6], noise_image(1), noise_image(3, 40, 32), [7, 8])
     bias = {IMAGE_ID: 4.0}

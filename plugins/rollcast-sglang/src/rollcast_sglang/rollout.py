@@ -73,6 +73,7 @@ class SglangRollout(BaseRollout):
         releases_memory=True,
         seeds=True,
         routing_replay=True,
+        quantization=frozenset({"fp8"}),
         # SGLang's repetition penalty ignores the prompt, and its min-p is applied after top-k and top-p.
         sampling=frozenset({"logit_bias"}),
     )

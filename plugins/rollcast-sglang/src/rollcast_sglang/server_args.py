@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
+from rollcast.errors import ConfigError
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import join_arguments, starts_without_weights
 from rollcast_sglang.environment import find_sglang
@@ -30,6 +31,8 @@ OWN_NAMES = {
     "enable_memory_saver": "free_cache_engine",
     "enable_return_routed_experts": "enable_rollout_routing_replay",
 }
+#: SGLang's loader that quantizes weights in the folder, and those of every update after them.
+QUANTIZING_LOADER = "flash_rl"
 
 
 def build_server_args(setup: RolloutSetup, max_positions: int | None, gpu: bool) -> dict[str, Any]:
@@ -41,7 +44,8 @@ def build_server_args(setup: RolloutSetup, max_positions: int | None, gpu: bool)
         gpu: True if it runs on a GPU.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has a key that SGLang does not know or that rollcast sets.
+        ConfigError: ``engine_kwargs`` has a key that SGLang does not know or that rollcast sets, or ``quantization`` is
+            set on a CPU, with a ``load_format``, or for a folder without weights.
         PluginLoadError: SGLang is not installed here.
     """
     own = _own_arguments(setup, max_positions, gpu)
@@ -64,6 +68,8 @@ def _known_arguments(sglang: Path) -> list[str]:
 def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) -> dict[str, Any]:
     config: SglangRolloutConfig = setup.config
     without_weights = starts_without_weights(setup)
+    if config.quantization is not None:
+        _check_quantization(setup, gpu)
     values: dict[str, Any] = {
         "model_path": setup.model_path,
         "random_seed": setup.seed % 2**31,
@@ -90,6 +96,8 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         "grammar_backend": "none",
         "skip_server_warmup": True,
     }
+    if config.quantization is not None:
+        values |= {"quantization": config.quantization, "load_format": QUANTIZING_LOADER}
     if config.enable_lora:
         values |= {
             "max_lora_rank": config.max_lora_rank,
@@ -104,3 +112,20 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         # An idle scheduler would keep a core busy that the trainer needs.
         values |= {"device": "cpu", "sleep_on_idle": True}
     return values
+
+
+def _check_quantization(setup: RolloutSetup, gpu: bool) -> None:
+    config: SglangRolloutConfig = setup.config
+    asked = f"rollout.quantization is {config.quantization}, but"
+    if not gpu:
+        raise ConfigError(f"{asked} SGLang has no such kernels for a CPU; set it to null")
+    if config.load_format not in {"auto", QUANTIZING_LOADER}:
+        raise ConfigError(
+            f"{asked} rollout.load_format is {config.load_format}, and SGLang takes updates of quantized weights only "
+            f"with {QUANTIZING_LOADER}; set rollout.load_format to auto"
+        )
+    if starts_without_weights(setup):
+        raise ConfigError(
+            f"{asked} SGLang has to load weights before it quantizes updates, and model.path={setup.model_path} has "
+            "none; save the model there, or set it to null"
+        )

@@ -24,6 +24,8 @@ __all__ = ["app", "create_package", "describe_kinds"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 _PLACE = re.compile(r"MyPlugin|my_plugin|MY_PLUGIN|my-plugin|rollcast~=[\d.]+")
+#: Files that Python's tools and runs write into a package's folder.
+_IGNORED = ("__pycache__/", "*.egg-info/", ".pytest_cache/", ".venv/", "build/", "dist/", "runs/")
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -70,6 +72,7 @@ def create_package(kind: str, name: str, into: Path) -> Path:
         file = folder / _rename(str(path), name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_rename(text, name), "utf-8")
+    (folder / ".gitignore").write_text("".join(f"{pattern}\n" for pattern in _IGNORED), "utf-8")
     return folder
 
 

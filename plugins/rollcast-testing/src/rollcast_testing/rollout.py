@@ -51,6 +51,7 @@ class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
         name: name of the rollout in ``rollcast.rollouts``.
         rollout_config: keys of the ``rollout`` section that differ from the schema's defaults.
         lora_config: further keys that enable adapters of rank 4.
+        quantized_config: further keys for weights in the precisions of ``capabilities.quantization``.
         mixtures: False for a rollout that runs dense models only.
         routing_config: further keys with which the experts of a mixture are recorded; None if the machine of the tests
             cannot record them.

@@ -49,6 +49,7 @@ class RolloutFixtures:
     name: ClassVar[str] = ""
     rollout_config: ClassVar[Mapping[str, Any]] = {}
     lora_config: ClassVar[Mapping[str, Any]] = {}
+    quantized_config: ClassVar[Mapping[str, Any]] = {}
     shared: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-4
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
+from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams, rollouts
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import CapabilityError, RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol import tensor_checksum
@@ -93,6 +93,22 @@ class RolloutUpdates(RolloutFixtures):
         assert seen <= {(old,), (old, 9), (9,)}
         if rollout.capabilities.continuous_batching:
             assert (old, 9) in seen, "no request was under way during the update"
+
+    def test_quantized_weights(self, tmp_path: Path) -> None:
+        """Check that quantized weights follow updates: log-probs differ from the full weights' by rounding alone."""
+        precisions = sorted(rollouts.get(self.name).capabilities.quantization)
+        if not precisions or not torch.cuda.is_available():
+            pytest.skip("capabilities.quantization is empty" if not precisions else "needs a CUDA device")
+        folders = [write_model(tmp_path / f"model{seed}", seed=seed) for seed in (0, 1)]
+        models = [load_model(folder) for folder in folders]
+        for precision in precisions:
+            rollout = self.build_rollout(folders[0], **self.quantized_config, quantization=precision)
+            try:
+                _check_rounding(rollout, *models)
+                asyncio.run(rollout.update_weights([list(models[1].named_parameters())], 1))
+                _check_rounding(rollout, *models[::-1])
+            finally:
+                rollout.close()
 
     def test_adapter(self, model_folder: Path, reference: Any) -> None:
         """Check that an adapter changes the answers, that a second one replaces it, and that full weights remove it."""
@@ -214,6 +230,19 @@ class RolloutUpdates(RolloutFixtures):
                 asyncio.run(rollout.update_adapter(AdapterWeights(adapter.config, tensors), 5))
             with pytest.raises(RollcastError):
                 run_prompts(rollout, [[5, 6]], GREEDY)
+
+
+def _check_rounding(rollout: BaseRollout, model: Any, other: Any) -> None:
+    """Check that log-probs are near those of one model, though not equal, and far from those of another."""
+    sampling, prompts = SamplingParams(max_tokens=8, ignore_eos=True), make_prompts(8)
+    gaps: dict[str, list[float]] = {"own": [], "other": []}
+    for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
+        sequence = only_sequence(output)
+        for name, each in (("own", model), ("other", other)):
+            expected = token_log_probs(each, prompt, sequence.token_ids, sampling)
+            gaps[name] += [abs(a - b) for a, b in zip(sequence.log_probs, expected, strict=True)]
+    mean = {name: sum(each) / len(each) for name, each in gaps.items()}
+    assert 1e-4 < mean["own"] < 0.2 * mean["other"], mean
 
 
 def _spoil(named: Named, fault: str) -> tuple[Sequence[tuple[str, Tensor]], str]:
