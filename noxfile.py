@@ -41,7 +41,8 @@ RETRIED = 10
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
-    "rollcast-fsdp": ["peft"],
+    "rollcast-fsdp": ["peft", "pillow"],
+    "rollcast-hf": ["pillow"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
     "rollcast-vision": ["pillow"],
@@ -497,7 +498,7 @@ def install_trainer(session: nox.Session) -> Path:
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
-    tools = ["pytest", "pytest-timeout", "peft"]
+    tools = ["pytest", "pytest-timeout", "peft", "pillow"]
     wanted = what_is_installed(names, tools, CPU)
     with locked(TRAINER):
         if not marker.is_file() or marker.read_text() != wanted:

@@ -24,13 +24,11 @@ pytestmark = pytest.mark.skipif(not (ROLLOUT and PYTHON), reason="no environment
 LORA = ("model.lora_rank=8", "model.lora_alpha=32", "actor.optim.lr=1e-2", "actor.entropy_coeff=1.0")
 
 
-@pytest.mark.parametrize("changes", [(), LORA], ids=["whole", "adapter"])
-def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) -> None:
-    if changes:
-        pytest.importorskip("peft")
+def train(folder: Path, recipe: str, *changes: str) -> list[dict[str, float]]:
+    """Train two steps with replicas in the engine's environment; return the rows of metrics."""
     assert importlib.util.find_spec(ROLLOUT) is None, "the trainer's environment has the engine too"
     command = [
-        *(sys.executable, "-m", "rollcast", "train", "recipe=quickstart", f"run_dir={tmp_path / 'run'}"),
+        *(sys.executable, "-m", "rollcast", "train", f"recipe={recipe}", f"run_dir={folder / 'run'}"),
         *(f"rollout={ROLLOUT}", f"rollout.replica.python={PYTHON}", "rollout.weight_sync=shared_memory"),
         *("rollout.mode=colocated", "rollout.n=4", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4"),
         *("trainer.warm_start=null", "model.random_init=true", "data.val_max_samples=16", "trainer.test_freq=2"),
@@ -38,9 +36,29 @@ def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) 
         *changes,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    log = tmp_path / "run" / "logs" / "replica_0.log"
+    log = folder / "run" / "logs" / "replica_0.log"
     assert done.returncode == 0, done.stderr[-4000:] + (log.read_text()[-4000:] if log.exists() else "")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.skipif(ROLLOUT != "vllm", reason=f"rollout={ROLLOUT} takes no images")
+def test_training_with_images_across_environments(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    rows = train(tmp_path, "quickstart_images", "actor.entropy_coeff=1.0")
+    steps = [row for row in rows if "reward/mean" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["rollout/logprob_gap_max"] < 1e-3
+        assert row["sync/canary_gap"] < 1e-3
+        assert row["actor/grad_norm"] > 0
+    assert rows[-1]["val/samples"] == 16
+
+
+@pytest.mark.parametrize("changes", [(), LORA], ids=["whole", "adapter"])
+def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    if changes:
+        pytest.importorskip("peft")
+    rows = train(tmp_path, "quickstart", *changes)
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["rollout/weight_version"] for row in steps] == [1, 2]
     for row in steps:

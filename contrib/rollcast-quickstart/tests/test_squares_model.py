@@ -140,6 +140,25 @@ def test_rollout_and_engine_agree(folder: Path, batch: DataProto) -> None:
     torch.testing.assert_close(Jagged.of(made["rollout_log_probs"]).values, expected, rtol=0, atol=1e-4)
 
 
+def test_placeholders_after_text_are_read_alike_in_every_batch(folder: Path, batch: DataProto) -> None:
+    """Log-probs of a row do not depend on whether another row of its batch has images."""
+    rollout, engine = make_rollout(folder), scenarios.build(folder / "model")
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    text = batch.select_idxs(torch.tensor([5])).select(["prompts"]).repeat(256, interleave=True)
+    made = asyncio.run(generate_sequences(rollout, text, sampling))
+    sampled = Jagged.of(made["responses"]).values
+    assert bool(torch.isin(sampled, torch.tensor(ImageInputs(folder / "model").placeholder_ids)).any())
+    alone = infer(engine, made, replace(SETTINGS, micro_batch_size_per_gpu=64))
+    torch.testing.assert_close(Jagged.of(made["rollout_log_probs"]).values, alone, rtol=0, atol=1e-4)
+    image = batch.select_idxs(torch.tensor([0])).select(["prompts", "multi_modal_data"])
+    seen = asyncio.run(generate_sequences(rollout, image, sampling)).joined(image.select(["multi_modal_data"]))
+    none = made.joined(DataProto.from_dict(non_tensors={"multi_modal_data": [None] * len(made)}))
+    columns = ["prompts", "responses", "response_mask", "multi_modal_data"]
+    both = DataProto.concat([none.select(columns), seen.select(columns)])
+    together = infer(engine, both, replace(SETTINGS, micro_batch_size_per_gpu=len(both)))
+    torch.testing.assert_close(together[: len(alone)], alone, rtol=0, atol=1e-5)
+
+
 def test_a_rollout_takes_new_weights_of_the_vision_tower(folder: Path, batch: DataProto) -> None:
     engine = scenarios.build(folder / "model", random_init=True)
     rollout = make_rollout(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollcast.errors import CapabilityError, DataError
+from rollcast_testing.tiny_vision import noise_image, tiny_vision_folder, vision_prompt
 from rollcast_vision.images import decode_image, read_image
-from rollcast_vision.model_inputs import images_of
+from rollcast_vision.model_inputs import ImageInputs, images_of
 from rollcast_vision.positions import mrope_positions
 
 IMAGE = 5
@@ -107,3 +109,30 @@ def test_positions_are_those_of_transformers() -> None:
 def test_a_cut_prompt_is_refused() -> None:
     with pytest.raises(DataError, match=r"a row has 3 image placeholders .* its 1 images have 4 tokens"):
         mrope_positions(torch.tensor([[IMAGE] * 3]), torch.ones(1, 3), IMAGE, [[(1, 2, 2)]])
+
+
+def test_images_may_be_processed_in_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two images, so that threads evict what others use."""
+    monkeypatch.setattr("rollcast_vision.model_inputs._CACHE_BYTES", 2 * 24 * 96 * 4)
+    inputs = ImageInputs(tiny_vision_folder(tmp_path / "model"))
+    images = [noise_image(seed) for seed in range(5)] * 20
+    expected = {image: inputs.pixels([image])[0] for image in images[:5]}
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda image: inputs.pixels([image])[0], images))
+    assert all(torch.equal(expected[image], pixels) for image, pixels in zip(images, found, strict=True))
+    assert inputs._cached_bytes == sum(each.pixel_values.nbytes for each in inputs._cache.values()) <= 2 * 24 * 96 * 4
+
+
+def test_the_places_of_images_are_found_in_the_expanded_prompt(tmp_path: Path) -> None:
+    folder = tiny_vision_folder(tmp_path / "model")
+    first, second = noise_image(1), noise_image(2, 40, 32)
+    ids, images = vision_prompt(folder, [5, 6], first, second, [7])
+    inputs = ImageInputs(folder)
+    assert inputs.spans(ids, images, "row 1") == [(3, 6), (11, 20)]
+    assert inputs.spans([5, 6], (), "row 1") == []
+    with pytest.raises(DataError, match=r"row 1: the prompt has 26 image placeholders .* its 1 images have 6 tokens"):
+        inputs.spans(ids, images[:1], "row 1")
+    with pytest.raises(DataError, match="the 20 placeholders of image 1 do not follow one another"):
+        inputs.spans([*ids[:12], 5, *ids[12:]], images, "row 1")
+    assert inputs.largest(1000) == 64
+    assert inputs.largest(10) == 10

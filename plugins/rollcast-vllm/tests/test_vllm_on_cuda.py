@@ -18,10 +18,19 @@ from rollcast_testing.rollout import RolloutSuite
 from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
+    generate_all,
     load_model,
     make_prompts,
     run_prompts,
     write_model,
+)
+from rollcast_testing.tiny_vision import (
+    IMAGE_ID,
+    image_log_probs,
+    load_vision_model,
+    noise_image,
+    tiny_vision_folder,
+    vision_prompt,
 )
 from rollcast_vllm.rollout import VllmRollout
 
@@ -82,3 +91,21 @@ def test_the_cache_can_be_released_alone(sleeper: VllmRollout) -> None:
     asyncio.run(sleeper.resume(["kv_cache"]))
     request: Any = RolloutRequest("again", [7, 8], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(asyncio.run(sleeper.generate(request)).sequences[0].token_ids) == 4
+
+
+def test_log_probs_of_qwen3_with_images(tmp_path: Path) -> None:
+    """Sampled placeholders included, and with other weights than the engine started with."""
+    old, new = (tiny_vision_folder(tmp_path / f"model{seed}", "qwen3_vl", seed) for seed in (0, 1))
+    model = load_vision_model(new)
+    prompt, images = vision_prompt(old, [5, 6], noise_image(1), noise_image(3, 40, 32), [7, 8])
+    bias = {IMAGE_ID: 4.0}
+    sampling = SamplingParams(n=4, max_tokens=16, ignore_eos=True, logit_bias=tuple(bias.items()))
+    rollout = build(old, dtype="float32")
+    try:
+        asyncio.run(rollout.update_weights([list(model.named_parameters())], 1))
+        (output,) = generate_all(rollout, [RolloutRequest("r", prompt, sampling, 1, {"image": images})])
+    finally:
+        rollout.close()
+    for sequence in output.sequences:
+        expected = image_log_probs(model, new, prompt, images, sequence.token_ids, bias)
+        assert list(sequence.log_probs) == pytest.approx(expected, abs=1e-3)

@@ -61,10 +61,11 @@ class MicroImages:
         """
         ids, mask = micro.model_inputs["input_ids"], micro.model_inputs["attention_mask"]
         width = micro.responses.size(1)
-        # A placeholder that the policy sampled has no image.
+        # A placeholder that the policy sampled has no image, whether or not other rows have some.
         ids = torch.cat([ids[:, :-width], self._inputs.neutralize(ids[:, -width:])], 1)
         if not any(images):
-            return self._with_blank(micro, ids) if self._fills else micro
+            plain = replace(micro, model_inputs={**micro.model_inputs, "input_ids": ids})
+            return self._with_blank(micro, ids) if self._fills else plain
         pixels, grids = self._inputs.pixels(image for row in images for image in row)
         positions = self._inputs.positions(ids, mask, images)
         given = {

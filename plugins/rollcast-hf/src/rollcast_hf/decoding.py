@@ -73,7 +73,7 @@ class Decoding:
         vocab_size: ``V`` of the module's logits.
         streams: random streams of the rows, int64 ``[B]`` on ``device``.
         records_routing: True to record the choices of the module's routers.
-        images: image processor of the model; None if no row has images.
+        images: image processor of a vision-language model; None for a model of text.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Decoding:
         prompts = _pad_prompts(rows, device)
         ids, mask, source = prompts.ids, prompts.mask, prompts.source
         self._images = images if any(prompts.images) else None
+        self._placeholders = images
         self._seen = prompts.images
         #: Number by which the positions of new tokens differ from the number of tokens before them, int64 ``[U]``.
         self._shifts = torch.zeros(len(ids), dtype=torch.int64, device=device)
@@ -237,9 +238,9 @@ class Decoding:
             # A finished row stays in the batch for a while: its position must not exceed the model's limit.
             new = torch.minimum(self._limits, self._limits.new_tensor(self._step))
             positions = (self._lengths + self._shifts + new - 1)[:, None]
-        if self._images is not None:
+        if self._placeholders is not None:
             # A sampled placeholder has no image; the engine reads it in the same way.
-            self._next_ids = self._images.neutralize(self._next_ids)
+            self._next_ids = self._placeholders.neutralize(self._next_ids)
         logits = self._call(module, positions)
         if self._routing is not None:
             self._routing.keep_step(self._active, self._tokens.shape[1])

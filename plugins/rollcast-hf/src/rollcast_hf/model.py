@@ -11,19 +11,9 @@ from torch import nn
 from rollcast.contracts.device import local_device
 from rollcast.errors import CheckpointError
 from rollcast_serving.model_weights import read_model_config
-from rollcast_serving.requests import ModelLimits
 from rollcast_vision.model_inputs import auto_class_name
 
-__all__ = ["build_model", "load_model", "read_dtype", "read_limits"]
-
-
-def read_limits(path: str) -> ModelLimits:
-    """Return the limits of the model in a Hugging Face folder.
-
-    Raises:
-        CheckpointError: there is no readable ``config.json``.
-    """
-    return ModelLimits.of(read_model_config(path))
+__all__ = ["build_model", "load_model", "read_dtype"]
 
 
 def read_dtype(path: str) -> torch.dtype:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, RolloutSequence, RolloutSetup
+from rollcast.errors import DataError, RequestError
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_hf.errors import GenerationError
 from rollcast_serving.engines.job import BaseJob
 from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_serving.stops import StopStrings
-from rollcast_vision.model_inputs import images_of
+from rollcast_vision.model_inputs import ImageInputs, images_of
 
-__all__ = ["Job", "admit"]
+__all__ = ["Job", "admit", "check_images"]
 
 
 @dataclass(eq=False)
@@ -68,3 +69,15 @@ def admit(
     stops.check(request.request_id, sampling.stop)
     images = images_of(request.multi_modal_data, f"request {request.request_id!r}")
     return DecodeRow(prompt, sampling, setup.stop_ids(sampling), lambda: stops.matcher(sampling.stop), images)
+
+
+def check_images(request: RolloutRequest, row: DecodeRow, inputs: ImageInputs) -> None:
+    """Check that a row's placeholders match its images, which would otherwise fail its whole batch.
+
+    Raises:
+        RequestError: they do not, or an image cannot be read.
+    """
+    try:
+        inputs.spans(row.prompt, row.images, f"request {request.request_id!r}")
+    except DataError as error:
+        raise RequestError(str(error)) from error

@@ -33,17 +33,17 @@ from rollcast.errors import CapabilityError, CheckpointError, ConfigError, Rollc
 from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError
-from rollcast_hf.model import build_model, load_model, read_dtype, read_limits
-from rollcast_hf.requests import Job, admit
+from rollcast_hf.model import build_model, load_model, read_dtype
+from rollcast_hf.requests import Job, admit, check_images
 from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
 from rollcast_serving.engines.weight_state import WeightState
-from rollcast_serving.model_weights import ModelWeights, check_adapter
+from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, fit_request
 from rollcast_serving.stops import StopStrings
-from rollcast_vision.model_inputs import ImageInputs
+from rollcast_vision.model_inputs import ImageInputs, is_vision_model
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
@@ -92,6 +92,7 @@ class HfRollout(BaseRollout):
         self._own: nn.Module | None = None
         #: Image processor; loaded with the first image.
         self._images: ImageInputs | None = None
+        self._sees = False
         self._stops = StopStrings(setup.model_path)
         #: The module while :meth:`generating` holds it.
         self._held: nn.Module | None = None
@@ -123,6 +124,7 @@ class HfRollout(BaseRollout):
         if self._engine is not engine:
             with engine.in_process_module() as module:
                 limits, size = ModelLimits.of(module.config), count_weights(module)
+                self._sees = is_vision_model(module.config)
             self._engine, self._limits, self._engine_size = engine, limits, size
             self._own = None
             self._state.accept("weights")
@@ -198,11 +200,14 @@ class HfRollout(BaseRollout):
         """
         self._check_usable()
         if self._limits is None:
-            self._limits = read_limits(self.setup.model_path)
+            config = read_model_config(self.setup.model_path)
+            self._limits, self._sees = ModelLimits.of(config), is_vision_model(config)
         request = fit_request(request, self._limits, self.setup.config.on_long_prompt)
         row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
-        if row.images and self._images is None:
+        if (row.images or self._sees) and self._images is None:
             self._images = ImageInputs(self.setup.model_path)
+        if self._images is not None:
+            check_images(request, row, self._images)
         loop = asyncio.get_running_loop()
         job = Job(request, loop.create_future(), row)
         self._queue.append(job)

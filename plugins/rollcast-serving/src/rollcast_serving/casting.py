@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollcast_serving.model_weights import read_model_config
+from rollcast_vision.model_inputs import is_vision_model
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,10 @@ class WeightCast:
         """
         import transformers
 
-        mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        model_class = mapping.get(type(read_model_config(model_path, trust_remote_code)), None)
+        config = read_model_config(model_path, trust_remote_code)
+        sees = is_vision_model(config)
+        mapping: Any = getattr(transformers, f"MODEL_FOR_{'IMAGE_TEXT_TO_TEXT' if sees else 'CAUSAL_LM'}_MAPPING")
+        model_class = mapping.get(type(config), None)
         attributes = ["_keep_in_fp32_modules_strict"]
         if dtype == "float16":  # transformers keeps these in float32 because they need a wider range than float16 has
             attributes.append("_keep_in_fp32_modules")

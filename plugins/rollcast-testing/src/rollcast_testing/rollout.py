@@ -27,6 +27,7 @@ from rollcast.contracts.rollout import (
     rollouts,
 )
 from rollcast.errors import CapabilityError, RollcastError
+from rollcast_testing.rollout_images import RolloutImages
 from rollcast_testing.rollout_mixture import RolloutMixtures
 from rollcast_testing.rollout_tools import (
     GREEDY,
@@ -43,7 +44,7 @@ from rollcast_testing.rollout_updates import RolloutUpdates
 __all__ = ["RolloutSuite"]
 
 
-class RolloutSuite(RolloutUpdates, RolloutMixtures):
+class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
     """Conformance tests of one rollout; subclass it and set the name.
 
     Attributes:

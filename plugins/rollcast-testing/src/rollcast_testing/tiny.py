@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CHARACTERS",
     "CHAT_TEMPLATE",
+    "SPECIAL",
+    "build_tokenizer",
     "distance_loss",
     "jagged_batch",
     "nan_loss",
@@ -40,6 +42,7 @@ __all__ = [
 
 #: Characters of the tokenizer, one token each, after its special tokens.
 CHARACTERS = "0123456789 abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!+-*/=<>()[]#$%&'\"\n"
+#: The tokenizer's special tokens, with the first ids.
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 #: A chat template for the tokenizer's characters, which writes the role in brackets on a line before each message.
 CHAT_TEMPLATE = (
@@ -84,7 +87,7 @@ def tiny_model_folder(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto_class: Any = AutoModelForCausalLM
-    tokenizer = _tokenizer()
+    tokenizer = build_tokenizer()
     tokenizer.chat_template = chat_template
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
@@ -124,7 +127,8 @@ def tiny_model_folder(
     return path
 
 
-def _tokenizer() -> Any:
+def build_tokenizer() -> Any:
+    """Return a tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +50,16 @@ def images_of(data: Mapping[str, Any] | None, what: str = "the row") -> tuple[by
     return tuple(data.get("image", ()))
 
 
+def _with_pillow() -> dict[str, Any]:
+    """Return the argument that makes transformers resize images with Pillow.
+
+    By default it uses torchvision where that is installed, whose pixels differ: a trainer and a replica in another
+    environment would see different images.
+    """
+    is_named = importlib.util.find_spec("transformers.image_processing_backends") is not None  # transformers 5
+    return {"backend": "pil"} if is_named else {"use_fast": False}
+
+
 @dataclass(frozen=True)
 class _Processed:
     """Patches of one image, float32 ``[N, D]``, and its grid, int64 ``[3]``."""
@@ -85,7 +98,7 @@ class ImageInputs:
         try:
             # Any: some of transformers' methods are typed, others are not.
             auto: Any = AutoImageProcessor
-            self._processor: Any = auto.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._processor: Any = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **_with_pillow())
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"model.path: the image processor of {path} does not load: {error}") from error
         self.image_token_id = int(config.image_token_id)
@@ -100,6 +113,7 @@ class ImageInputs:
         self._patch_size = channels * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         self._cache: OrderedDict[bytes, _Processed] = OrderedDict()
         self._cached_bytes = 0
+        self._lock = threading.Lock()  # rollouts process images in several threads
 
     def expand(self, ids: Sequence[int], images: Images, where: str) -> array[int]:
         """Return a prompt's ids with each placeholder repeated once for each token of its image.
@@ -135,33 +149,71 @@ class ImageInputs:
         found = [self._process(image) for image in images]
         return torch.cat([each.pixel_values for each in found]), torch.stack([each.grid for each in found])
 
-    def grids(self, images: Images) -> list[Grid]:
-        """Return frames, lines and columns of tokens of each image."""
-        grids = [self._process(image).grid.tolist() for image in images]
+    def grids(self, images: Images, where: str = "an image") -> list[Grid]:
+        """Return frames, lines and columns of tokens of each image; ``where`` is for messages."""
+        grids = [self._process(image, where).grid.tolist() for image in images]
         return [(frames, lines // self._merge, columns // self._merge) for frames, lines, columns in grids]
 
     def positions(self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[Images]) -> Tensor:
         """Return the positions of rows with images, int64 ``[3, b, s]``; see :func:`mrope_positions`."""
         return mrope_positions(input_ids, attention_mask, self.image_token_id, [self.grids(row) for row in images])
 
+    def spans(self, ids: Sequence[int], images: Images, where: str) -> list[tuple[int, int]]:
+        """Return the first place and the number of the tokens of each image in a prompt of :meth:`expand`.
+
+        Raises:
+            DataError: the prompt has another number of placeholders than its images have tokens, other tokens stand
+                between those of one image, or an image cannot be read.
+        """
+        counts = [frames * lines * columns for frames, lines, columns in self.grids(images, where)]
+        places = [place for place, each in enumerate(ids) if each == self.image_token_id]
+        if len(places) != sum(counts):
+            raise DataError(
+                f"{where}: the prompt has {len(places)} image placeholders (token id {self.image_token_id}), but its "
+                f"{len(images)} images have {sum(counts)} tokens; a prompt with images must not be cut"
+            )
+        spans, start = [], 0
+        for number, count in enumerate(counts):
+            first, last = places[start], places[start + count - 1]
+            if last - first != count - 1:
+                raise DataError(f"{where}: the {count} placeholders of image {number} do not follow one another")
+            spans.append((first, count))
+            start += count
+        return spans
+
+    def largest(self, tokens: int) -> int:
+        """Return the number of tokens of the largest image that the processor makes, at most ``tokens``."""
+        size = self._processor.size
+        pixels = size["longest_edge"] if "longest_edge" in size else getattr(self._processor, "max_pixels", None)
+        edge = int(self._processor.patch_size) * self._merge
+        return tokens if pixels is None else max(min(tokens, int(pixels) // edge**2), 1)
+
+    def blank_of(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return ``pixel_values`` and ``image_grid_thw`` of a blank square image of at most this many tokens."""
+        side = math.isqrt(tokens) * self._merge
+        return torch.zeros(side**2, self._patch_size), torch.tensor([[1, side, side]])
+
     def blank(self) -> tuple[Tensor, Tensor]:
         """Return ``pixel_values`` and ``image_grid_thw`` of the smallest image, which has one token."""
-        return torch.zeros(self._merge**2, self._patch_size), torch.tensor([[1, self._merge, self._merge]])
+        return self.blank_of(1)
 
     def neutralize(self, ids: Tensor) -> Tensor:
         """Return sampled ids with :attr:`neutral_id` in place of placeholders, for which there is no image."""
         wrong = torch.isin(ids, ids.new_tensor(self.placeholder_ids))
         return torch.where(wrong, self.neutral_id, ids)
 
-    def _process(self, image: bytes) -> _Processed:
-        known = self._cache.get(image)
-        if known is not None:
-            self._cache.move_to_end(image)
-            return known
-        given = self._processor(images=[decode_image(image)], return_tensors="pt")
+    def _process(self, image: bytes, where: str = "an image") -> _Processed:
+        with self._lock:
+            known = self._cache.get(image)
+            if known is not None:
+                self._cache.move_to_end(image)
+                return known
+        given = self._processor(images=[decode_image(image, where)], return_tensors="pt")
         done = _Processed(given["pixel_values"].float(), given["image_grid_thw"][0].long())
-        self._cache[image] = done
-        self._cached_bytes += done.pixel_values.nbytes
-        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].pixel_values.nbytes
+        with self._lock:
+            if image not in self._cache:
+                self._cache[image] = done
+                self._cached_bytes += done.pixel_values.nbytes
+            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].pixel_values.nbytes
         return done

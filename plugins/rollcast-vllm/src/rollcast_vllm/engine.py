@@ -10,10 +10,13 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcast.errors import ConfigError, RollcastError, RolloutError
 from rollcast_vllm.load import LoadReader
+
+if TYPE_CHECKING:
+    from rollcast_vision.model_inputs import ImageInputs
 
 __all__ = ["EngineThread", "build_llm", "prepare_llm"]
 
@@ -182,8 +185,15 @@ def build_llm(arguments: Any, load: LoadReader) -> Any:
     return llm
 
 
-async def prepare_llm(llm: Any) -> None:
-    """Make a new engine watch this process, and set its weight version to 0."""
+async def prepare_llm(llm: Any, images: ImageInputs | None = None) -> None:
+    """Make a new engine watch this process, and set its weight version to 0.
+
+    Args:
+        llm: the AsyncLLM.
+        images: image inputs of a vision-language model; the engine then reads sampled placeholders as the trainer does.
+    """
     # If this process is killed, it cannot stop its engine, so the engine watches it.
     await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
+    if images is not None:
+        await llm.collective_rpc("rollcast_neutralize", args=(list(images.placeholder_ids), images.neutral_id))
     await llm.update_weight_version("0")

@@ -11,7 +11,7 @@ from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, join_arguments, starts_without_weights
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["WORKER_EXTENSION", "build_engine_args"]
+__all__ = ["WORKER_EXTENSION", "build_engine_args", "trusts_remote_code"]
 
 WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 #: KV cache of an engine on a CPU, where vLLM's own default is a share of all memory.
@@ -27,8 +27,27 @@ OWN_KEYS = {
 DEFAULTS = {"use_tqdm_on_load": False}
 
 
-def build_engine_args(setup: RolloutSetup) -> Any:
+#: Arguments for a model that takes images.
+IMAGE_ARGUMENTS = {
+    # Pixels arrive normalized, as the trainer's model gets them.
+    "mm_device_do_normalize": False,
+    # This cache has a half in two processes, which fall out of step when requests overtake one another. The outputs of
+    # the vision tower are kept elsewhere, by the content of the image.
+    "mm_processor_cache_gb": 0,
+}
+
+
+def trusts_remote_code(config: VllmRolloutConfig) -> bool:
+    """Return True if the user allows the model folder's own Python code."""
+    return bool(config.engine_kwargs.get("trust_remote_code", False))
+
+
+def build_engine_args(setup: RolloutSetup, takes_images: bool = False) -> Any:
     """Return vLLM's ``AsyncEngineArgs`` for a rollout.
+
+    Args:
+        setup: setup of the rollout.
+        takes_images: True for a vision-language model.
 
     Raises:
         ConfigError: ``engine_kwargs`` has a key that vLLM does not know or that rollcast sets, vLLM rejects a value, or
@@ -37,7 +56,8 @@ def build_engine_args(setup: RolloutSetup) -> Any:
     from vllm import AsyncEngineArgs
 
     known = [each.name for each in dataclasses.fields(AsyncEngineArgs)]
-    values = join_arguments(_own_arguments(setup), setup.config, known, "vLLM's AsyncEngineArgs", OWN_KEYS)
+    own = {**_own_arguments(setup), **(IMAGE_ARGUMENTS if takes_images else {})}
+    values = join_arguments(own, setup.config, known, "vLLM's AsyncEngineArgs", OWN_KEYS)
     try:
         return AsyncEngineArgs(**{**DEFAULTS, **values})
     except (TypeError, ValueError) as error:

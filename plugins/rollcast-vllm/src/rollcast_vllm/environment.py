@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
-from rollcast.errors import PluginLoadError
+from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import bind_threads, has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["prepare_environment", "process_environment", "require_vllm"]
+__all__ = ["image_architecture", "pass_images", "prepare_environment", "process_environment", "require_vllm"]
+
+_IMAGES = "ROLLCAST_VLLM_IMAGES"
 
 
 def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
@@ -40,6 +42,29 @@ def prepare_environment(config: VllmRolloutConfig) -> None:
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def pass_images(architecture: str | None) -> None:
+    """Tell the engine's processes the architecture to which rollcast passes images; None for a model of text.
+
+    Raises:
+        ConfigError: ``VLLM_PLUGINS`` keeps these processes from loading rollcast's plugin.
+    """
+    if architecture is None:
+        os.environ.pop(_IMAGES, None)
+        return
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "rollcast" not in plugins.split(","):
+        raise ConfigError(
+            f"VLLM_PLUGINS is {plugins!r}, so vLLM does not load the plugin rollcast, which passes it images; add "
+            "rollcast to the variable, or unset it"
+        )
+    os.environ[_IMAGES] = architecture
+
+
+def image_architecture() -> str | None:
+    """Return the architecture of :func:`pass_images`."""
+    return os.environ.get(_IMAGES)
 
 
 def require_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -31,10 +32,12 @@ from rollcast_serving.model_weights import ModelWeights, check_adapter, read_mod
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
+from rollcast_vision.model_inputs import is_vision_model
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
-from rollcast_vllm.engine_args import build_engine_args
-from rollcast_vllm.environment import prepare_environment, process_environment, require_vllm
+from rollcast_vllm.engine_args import build_engine_args, trusts_remote_code
+from rollcast_vllm.environment import pass_images, prepare_environment, process_environment, require_vllm
+from rollcast_vllm.images import ImagePrompts, register_processor
 from rollcast_vllm.load import LoadReader
 from rollcast_vllm.sampling import SequenceReader, build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
@@ -91,6 +94,7 @@ class VllmRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
+        multi_modal=True,
         routing_replay=True,
         quantization=frozenset({"fp8"}),
         sampling=OPTIONAL_SAMPLING,
@@ -104,14 +108,19 @@ class VllmRollout(BaseRollout):
         prepare_environment(config)
         require_vllm()
         self._can_release = config.free_cache_engine and has_gpu()
-        # The class declares the features on a GPU with default settings; a CPU has no device memory to release.
-        self.capabilities = replace(  # type: ignore[misc]
-            type(self).capabilities, releases_memory=self._can_release, seeds=config.use_request_seeds
-        )
-        arguments = build_engine_args(setup)
-        trust = bool(arguments.trust_remote_code)
+        trust = self._trust_remote_code = trusts_remote_code(config)
         model_config = read_model_config(setup.model_path, trust)
-        self._trust_remote_code = trust
+        self._model_type = str(model_config.model_type)
+        self._images = _prepare_images(setup.model_path, model_config, trust)
+        # The class declares the features on a GPU with default settings and a model that sees images; a CPU has no
+        # device memory to release.
+        self.capabilities = replace(  # type: ignore[misc]
+            type(self).capabilities,
+            releases_memory=self._can_release,
+            seeds=config.use_request_seeds,
+            multi_modal=self._images is not None,
+        )
+        arguments = build_engine_args(setup, self._images is not None)
         self._stops = StopStrings(setup.model_path, trust)
         self._recorded = RecordedLayers.of(setup, trust)
         self._expected: ModelWeights | None = None
@@ -124,7 +133,10 @@ class VllmRollout(BaseRollout):
         self._adapter: AdapterFolder | None = None
         self._state = WeightState("the engine started without weights" if starts_without_weights(setup) else "")
         self._load = LoadReader()
-        self._engine = EngineThread(lambda: build_llm(arguments, self._load), prepare_llm)
+        inputs = None if self._images is None else self._images.inputs
+        self._engine = EngineThread(
+            lambda: build_llm(arguments, self._load), functools.partial(prepare_llm, images=inputs)
+        )
         self._llm = self._engine.llm
         positions = int(self._llm.model_config.max_model_len)
         self._limits = limit_positions(ModelLimits.of(model_config), positions, "rollout.max_model_len")
@@ -141,18 +153,39 @@ class VllmRollout(BaseRollout):
         """Continue one prompt; cancelling the caller aborts the request.
 
         Raises:
-            RequestError: the request exceeds the model's limits or the engine's ``max_model_len``.
+            CapabilityError: the request has images, and the model is one of text.
+            RequestError: the request exceeds the model's limits or the engine's ``max_model_len``, or its placeholders
+                do not match its images.
             WeightSyncError: the engine has no usable weights.
             RolloutError: the engine died, or failed at this request.
         """
         self._state.check()
+        self._check_images(request)
         request = fit_request(request, self._limits, self._config.on_long_prompt)
-        prompt = check_request(request, self._limits, self.capabilities)
+        prompt = check_request(request, self._limits, self.capabilities).tolist()
         check_temperature(request)
         self._stops.check(request.request_id, request.sampling.stop)
-        return await self._engine.run(self._generate(request, prompt.tolist()))
+        return await self._engine.run(self._generate(request, await self._render(request, prompt)))
 
-    async def _generate(self, request: RolloutRequest, prompt: list[int]) -> RolloutOutput:
+    def _check_images(self, request: RolloutRequest) -> None:
+        if self._images is None and request.multi_modal_data:
+            modalities = ", ".join(sorted(request.multi_modal_data))
+            raise CapabilityError(
+                f"request {request.request_id!r} carries multi_modal_data ({modalities}), but model.path "
+                f"{self.setup.model_path} ({self._model_type}) is a model of text; name a vision-language model"
+            )
+
+    async def _render(self, request: RolloutRequest, prompt: list[int]) -> dict[str, Any]:
+        """Return vLLM's input for a request's prompt and images."""
+        if self._images is None:
+            return {"type": "token", "prompt_token_ids": prompt}
+        dtype = self._llm.model_config.dtype
+        if not request.multi_modal_data:
+            return self._images.render(request, prompt, dtype)
+        # In a thread, because decoding a large image takes long.
+        return await asyncio.to_thread(self._images.render, request, prompt, dtype)
+
+    async def _generate(self, request: RolloutRequest, prompt: dict[str, Any]) -> RolloutOutput:
         job = _Job(request, f"{request.request_id}#{next(self._numbers)}")
         self._jobs[job.key] = job
         try:
@@ -168,7 +201,7 @@ class VllmRollout(BaseRollout):
             raise WeightSyncError(str(job.failure), tensor=job.failure.tensor)
         return RolloutOutput(request.request_id, sequences, request.sampling)
 
-    async def _sample(self, job: _Job, prompt: list[int]) -> list[RolloutSequence]:
+    async def _sample(self, job: _Job, prompt: dict[str, Any]) -> list[RolloutSequence]:
         request = job.request
         seed = request.seed if self._config.use_request_seeds else None
         stop_ids = self.setup.stop_ids(request.sampling)
@@ -190,7 +223,7 @@ class VllmRollout(BaseRollout):
             for task in tasks:
                 task.cancel()
 
-    async def _sample_until_stop(self, job: _Job, prompt: list[int], params: Any, number: int) -> RolloutSequence:
+    async def _sample_until_stop(self, job: _Job, prompt: dict[str, Any], params: Any, number: int) -> RolloutSequence:
         request = job.request
         reader = SequenceReader(request, self._stops.matcher(request.sampling.stop), self._recorded)
         key = f"{job.key}.{number}"
@@ -205,14 +238,13 @@ class VllmRollout(BaseRollout):
         return reader.sequence()
 
     @asynccontextmanager
-    async def _submitted(self, job: _Job, key: str, prompt: list[int], params: Any) -> AsyncIterator[Any]:
+    async def _submitted(self, job: _Job, key: str, prompt: dict[str, Any], params: Any) -> AsyncIterator[Any]:
         """Yield the queue of the ``RequestOutput``s; if the caller is cancelled, abort the request.
 
         AsyncLLM.generate is not used, because it would lose an abort that arrives before the request is queued.
         """
-        tokens = {"type": "token", "prompt_token_ids": prompt}
         job.keys.append(key)
-        outputs = await self._llm.add_request(key, tokens, params, lora_request=self._adapter_request())
+        outputs = await self._llm.add_request(key, prompt, params, lora_request=self._adapter_request())
         try:
             if job.aborted or job.failure is not None:
                 await self._llm.abort(key)
@@ -428,6 +460,26 @@ class VllmRollout(BaseRollout):
             if self._llm.errored:
                 raise
             raise WeightSyncError(f"vLLM rejects the adapter: {error}") from error
+
+
+def _prepare_images(model_path: str, model_config: Any, trust_remote_code: bool) -> ImagePrompts | None:
+    """Prepare this process, and through the environment the engine's, for the model's images.
+
+    Returns:
+        The converter of prompts with images; None for a model of text.
+
+    Raises:
+        ConfigError: neither vLLM nor rollcast can pass images to the model.
+    """
+    architectures = model_config.architectures
+    if not is_vision_model(model_config) or not architectures:
+        pass_images(None)
+        return None
+    pass_images(architectures[0])
+    prompts = ImagePrompts(model_path, trust_remote_code)
+    # vLLM calls this in the engine's processes; in this one it may have loaded its plugins before.
+    register_processor()
+    return prompts
 
 
 def _check_tags(tags: Sequence[str]) -> None:

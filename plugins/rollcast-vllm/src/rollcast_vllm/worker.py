@@ -42,6 +42,10 @@ class WeightsExtension:
             return  # not Linux, or an old kernel
         threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
 
+    def rollcast_neutralize(self, placeholder_ids: list[int], neutral_id: int) -> None:
+        """Make the model read sampled placeholders, for which there is no image, as the token ``neutral_id``."""
+        _neutralize(self.model_runner.get_model(), placeholder_ids, neutral_id)
+
     def rollcast_load_all(self, pickled: bytes, version: int) -> bytes:
         """Load all of ``(ModelWeights, buckets)``; return a report or an error."""
 
@@ -155,6 +159,24 @@ class _Load:
 
         finalize_layerwise_reload(self._model, self._worker.vllm_config.model_config)
         _repack_heads(self._model)
+
+
+def _neutralize(model: Any, placeholder_ids: list[int], neutral_id: int) -> None:
+    import torch
+
+    embed = model.embed_input_ids
+
+    def embed_without_placeholders(
+        input_ids: Tensor, *rest: Any, is_multimodal: Tensor | None = None, **named: Any
+    ) -> Tensor:
+        wrong = torch.isin(input_ids, input_ids.new_tensor(placeholder_ids))
+        if is_multimodal is not None:
+            wrong &= ~is_multimodal.to(wrong.device)
+        read = torch.where(wrong, neutral_id, input_ids)
+        embedded: Tensor = embed(read, *rest, is_multimodal=is_multimodal, **named)
+        return embedded
+
+    model.embed_input_ids = embed_without_placeholders
 
 
 def _repack_heads(model: Any) -> None:
