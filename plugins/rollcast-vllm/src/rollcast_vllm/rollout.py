@@ -37,8 +37,9 @@ from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args, trusts_remote_code
 from rollcast_vllm.environment import pass_images, prepare_environment, process_environment, require_vllm
-from rollcast_vllm.images import ImagePrompts, register_processor
+from rollcast_vllm.images import ImagePrompts
 from rollcast_vllm.load import LoadReader
+from rollcast_vllm.plugin import register_processor
 from rollcast_vllm.sampling import SequenceReader, build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
 from rollcast_vllm.updates import load_weights
