@@ -6,7 +6,7 @@ Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,15 +34,21 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
-    from rollcast_megatron.lora import StageAdapter
-
-__all__ = ["DecoderModel", "Head", "Stage", "block_spec", "has_transformer_engine"]
+__all__ = ["ChunkAdapter", "DecoderModel", "Head", "Stage", "block_spec", "has_transformer_engine"]
 
 
 class Head(Protocol):
     """Function from the last stage's hidden states to per-token quantities by name."""
 
     def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]: ...
+
+
+class ChunkAdapter(Protocol):
+    """A chunk's matrices of a LoRA adapter, which hooks add to the outputs of its layers."""
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Use only the base model in forward passes during the block."""
+        ...
 
 
 class RmsNorm(nn.RMSNorm):
@@ -208,7 +214,7 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
         #: Waits for a weight that is read outside its module's forward pass; None if weights are always complete.
         self.await_weight: Callable[[Tensor], None] | None = None
         #: This chunk's matrices of the LoRA adapter; None without one.
-        self.adapter: StageAdapter | None = None
+        self.adapter: ChunkAdapter | None = None
         if is_value_model and self.post_process:
             del self.output_layer
             self.score = nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
@@ -283,7 +289,7 @@ class Stage(nn.Module):
         return chunk  # type: ignore[no-any-return]
 
     @property
-    def adapters(self) -> list[StageAdapter]:
+    def adapters(self) -> list[ChunkAdapter]:
         """Matrices of the LoRA adapter, by chunk; empty without one."""
         chunks: Any = self.chunks
         return [chunk.adapter for chunk in chunks if chunk.adapter is not None]
