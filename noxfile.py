@@ -214,7 +214,10 @@ def coverage(session: nox.Session) -> None:
     data.mkdir(parents=True)
     session.env.update({"OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(data / "lines")})
     options = session.posargs or in_processes()
-    session.run("coverage", "run", *PYTEST, *options, success_codes=[0, 1])  # a failed test runs lines too
+    # An alarm of this test may ring while coverage.py's tracer holds a lock, which ends pytest's worker.
+    alarms = "plugins/rollcast-rewards/tests/test_reward_isolation.py::test_samples_that_end_as_the_time_does"
+    # A failed test runs lines too.
+    session.run("coverage", "run", *PYTEST, *options, "--deselect", alarms, success_codes=[0, 1])
     session.run("coverage", "combine", "-q")
     session.run("python", ".ci/coverage_table.py", *([] if session.posargs else ["--write"]))
 

@@ -1,4 +1,4 @@
-"""Write the measured lines of a process once a second, and when it ends itself with ``os._exit``.
+"""Write the measured lines of a process about once a second, and when it ends itself with ``os._exit``.
 
 Ray and supervisors of processes kill them, so that coverage.py has no chance to write at their end. ``nox -s coverage``
 has every Python process of its environment import this module at start, after coverage.py itself.
@@ -16,6 +16,8 @@ from coverage import Coverage
 from coverage.exceptions import CoverageException
 
 _INTERVAL_S = 1.0
+#: Largest fraction of its time that the thread spends on saving, so that processes of many lines do not slow all tests.
+_SHARE = 0.05
 _exit = os._exit
 _saving = threading.Lock()
 
@@ -40,9 +42,12 @@ def exit_saved(status: int) -> NoReturn:
 
 
 def _save_forever(pid: int) -> None:
+    pause = _INTERVAL_S
     while os.getpid() == pid:
-        time.sleep(_INTERVAL_S)
+        time.sleep(pause)
+        start = time.thread_time()
         save()
+        pause = max(_INTERVAL_S, (time.thread_time() - start) / _SHARE)
 
 
 def start() -> None:
