@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -475,13 +476,11 @@ class Careless(Counting):
 
 
 class Leaking(Counting):
+    release: ClassVar = threading.Event()
+
     @classmethod
     def launch(cls, config: Any) -> RunResult:
-        import threading
-
-        release = threading.Event()
-        thread = threading.Thread(target=release.wait, args=(5,), name="forgotten")
-        thread.start()
+        threading.Thread(target=cls.release.wait, args=(60,), name="forgotten").start()
         return super().launch(config)
 
 
@@ -515,6 +514,10 @@ def test_faults_of_a_trainer_are_caught(trainer: type[Counting], law: str, tmp_p
     class Suite(OfCounting):
         name = "test_counting"
 
-    with trainers.temporarily("test_counting", trainer):
-        found = broken_laws(Suite(), {"trainer_class": trainer, "task": task})
+    Leaking.release.clear()
+    try:
+        with trainers.temporarily("test_counting", trainer):
+            found = broken_laws(Suite(), {"trainer_class": trainer, "task": task})
+    finally:
+        Leaking.release.set()
     assert any(name.startswith(law) for name in found) if law else not found, found
