@@ -90,9 +90,9 @@ class HfRollout(BaseRollout):
         self._engine_size = (0, 0)
         self._limits: ModelLimits | None = None
         self._own: nn.Module | None = None
-        #: Image processor; loaded with the first image.
+        #: Image processor of a vision-language model; loaded with the first request.
         self._images: ImageInputs | None = None
-        self._sees = False
+        self._sees = False  # True for a vision-language model
         self._stops = StopStrings(setup.model_path)
         #: The module while :meth:`generating` holds it.
         self._held: nn.Module | None = None

@@ -89,16 +89,19 @@ class SglangRollout(BaseRollout):
             type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
         )
         trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
-        limits = ModelLimits.of(read_model_config(setup.model_path, trust))
+        model_config = read_model_config(setup.model_path, trust)
+        limits = ModelLimits.of(model_config)
         self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
-        self._recorded = RecordedLayers.of(setup, trust)
+        weights = ModelWeights.of(setup.model_path, trust)
+        self._recorded: RecordedLayers | None = None
+        if self._config.enable_rollout_routing_replay:
+            self._recorded = RecordedLayers.of(setup.model_path, model_config, weights)
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
         environment = server_environment(self._config, setup.model_path, os.environ, gpu)
         self.server = ServerProcess("SGLang", "rollcast_sglang.server", args, environment, self._folder, _LEFTOVERS)
         self._client = SglangClient(self.server)
         self._stops = StopStrings(setup.model_path, trust)
-        weights = ModelWeights.of(setup.model_path, trust)
         self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
         self._is_ready = False
         self._state = WeightState(

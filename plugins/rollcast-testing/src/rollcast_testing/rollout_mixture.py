@@ -57,7 +57,7 @@ class RolloutMixtures(RolloutFixtures):
         """Check that recording is refused for a model without experts; the message names the key."""
         if not rollouts.get(self.name).capabilities.routing_replay or self.routing_config is None:
             pytest.skip("no experts are recorded here")
-        with pytest.raises(CapabilityError, match="enable_rollout_routing_replay"):
+        with pytest.raises(CapabilityError, match=r"rollout\.enable_rollout_routing_replay is true, but the model"):
             self._run_and_close(model_folder)
 
     def _recording(self) -> dict[str, Any]:

@@ -123,8 +123,11 @@ class VllmRollout(BaseRollout):
         )
         arguments = build_engine_args(setup, self._images is not None)
         self._stops = StopStrings(setup.model_path, trust)
-        self._recorded = RecordedLayers.of(setup, trust)
         self._expected: ModelWeights | None = None
+        self._recorded: RecordedLayers | None = None
+        if config.enable_rollout_routing_replay:
+            self._expected = ModelWeights.of(setup.model_path, trust)
+            self._recorded = RecordedLayers.of(setup.model_path, model_config, self._expected)
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()  # one update at a time

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import CapabilityError, RolloutError
-from rollcast_serving.model_weights import ModelWeights, read_model_config
+from rollcast_serving.model_weights import ModelWeights
 
 __all__ = ["RecordedLayers"]
 
@@ -28,23 +27,23 @@ class RecordedLayers:
     total: int
 
     @classmethod
-    def of(cls, setup: RolloutSetup, trust_remote_code: bool) -> RecordedLayers | None:
-        """Return the layers of a rollout's model; None if its config asks for no record.
+    def of(cls, model_path: str, model_config: Any, weights: ModelWeights) -> RecordedLayers:
+        """Return the layers of a model.
+
+        Args:
+            model_path: folder of the model, for messages.
+            model_config: its transformers config.
+            weights: names of its weights.
 
         Raises:
-            CapabilityError: it asks for one, and the model has no experts.
-            CheckpointError: the model's folder has no readable config.
+            CapabilityError: it has no experts.
         """
-        if not setup.config.enable_rollout_routing_replay:
-            return None
-        indices = ModelWeights.of(setup.model_path, trust_remote_code).expert_layers
-        if not indices:
+        if not weights.expert_layers:
             raise CapabilityError(
-                f"rollout.enable_rollout_routing_replay is true, but the model in {setup.model_path} has no layers "
-                "with experts; set it to false"
+                f"rollout.enable_rollout_routing_replay is true, but the model in {model_path} has no layers with "
+                "experts; set it to false"
             )
-        text = read_model_config(setup.model_path, trust_remote_code).get_text_config()
-        return cls(indices, int(text.num_hidden_layers))
+        return cls(weights.expert_layers, int(model_config.get_text_config().num_hidden_layers))
 
     def select(self, found: NDArray[Any], count: int, request_id: str) -> NDArray[np.int16]:
         """Return a sequence's ``routed_experts``, int16 ``[count, layers with experts, k]``; -1 for tokens not read.

@@ -95,12 +95,11 @@ def _tie_head(model: Any, model_config: Any, *_: object, **__: object) -> Any:
 
     The head would stay random, because a tied model's weights do not contain it.
     """
-    head, inner = getattr(model, "lm_head", None), getattr(model, "model", None)
-    embedding = getattr(inner, "embed_tokens", None)
-    if not model_config.hf_text_config.tie_word_embeddings or head is None or embedding is None:
-        return model
-    if head is not embedding and getattr(head, "weight", None) is not embedding.weight:
-        head.weight = embedding.weight
+    if model_config.hf_text_config.tie_word_embeddings:
+        embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+        weight = getattr(embedding, "weight", None)
+        if weight is not None and hasattr(getattr(model, "lm_head", None), "weight"):
+            model.lm_head.weight = weight
     return model
 
 
