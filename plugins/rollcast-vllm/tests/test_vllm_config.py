@@ -127,12 +127,20 @@ class EngineArgs:
     quantization: str | None = None
 
 
-def test_quantization_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments that a stand-in of vLLM is given last."""
     given: dict[str, Any] = {}
     library = ModuleType("vllm")
     library.AsyncEngineArgs = EngineArgs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", library)
     monkeypatch.setattr(EngineArgs, "__init__", lambda self, **values: given.update(values))
+    return given
+
+
+def test_quantization_goes_to_vllm_by_its_own_name(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_model_folder(tmp_path / "model")
     monkeypatch.setattr(engine_args, "has_gpu", lambda: True)
     engine_args.build_engine_args(make_setup(folder, quantization="fp8"))
@@ -149,12 +157,9 @@ def test_quantization_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: 
         engine_args.build_engine_args(make_setup(folder, quantization="fp8"))
 
 
-def test_recording_of_experts_goes_to_vllm_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    library = ModuleType("vllm")
-    library.AsyncEngineArgs = EngineArgs  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", library)
-    monkeypatch.setattr(EngineArgs, "__init__", lambda self, **values: given.update(values))
+def test_recording_of_experts_goes_to_vllm_by_its_own_name(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_model_folder(tmp_path / "model")
     monkeypatch.setattr(engine_args, "has_gpu", lambda: True)
     for asked in (True, False):

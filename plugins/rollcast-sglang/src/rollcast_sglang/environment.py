@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollcast.errors import PluginLoadError
-from rollcast_serving.engines.arguments import bind_threads
+from rollcast_serving.engines.arguments import bind_threads, trusts_remote_code
 from rollcast_sglang.schemas import SglangRolloutConfig
 
 __all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "server_environment"]
@@ -60,7 +60,7 @@ def server_environment(
     if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound
     # SGLang reserves a position or two of its context, so its context must exceed the model's.
-    model = json.dumps([model_path, bool(config.engine_kwargs.get("trust_remote_code", False))])
+    model = json.dumps([model_path, trusts_remote_code(config)])
     forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not gpu:
         forced["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -25,7 +25,12 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError
 from rollcast_serving.casting import loaded_dtype
-from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
+from rollcast_serving.engines.arguments import (
+    has_gpu,
+    limit_positions,
+    starts_without_weights,
+    trusts_remote_code,
+)
 from rollcast_serving.engines.http_client import RefusedError
 from rollcast_serving.engines.job import SequenceSeeds, request_failure
 from rollcast_serving.engines.routing import RecordedLayers
@@ -88,7 +93,7 @@ class SglangRollout(BaseRollout):
         self.capabilities = dataclasses.replace(  # type: ignore[misc]
             type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
         )
-        trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
+        trust = trusts_remote_code(self._config)
         model_config = read_model_config(setup.model_path, trust)
         limits = ModelLimits.of(model_config)
         self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")

@@ -11,7 +11,7 @@ from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, join_arguments, starts_without_weights
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["WORKER_EXTENSION", "build_engine_args", "trusts_remote_code"]
+__all__ = ["WORKER_EXTENSION", "build_engine_args"]
 
 WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 #: KV cache of an engine on a CPU, where vLLM's own default is a share of all memory.
@@ -25,8 +25,6 @@ OWN_KEYS = {
 
 #: Default arguments that ``engine_kwargs`` may override.
 DEFAULTS = {"use_tqdm_on_load": False}
-
-
 #: Arguments for a model that takes images.
 IMAGE_ARGUMENTS = {
     # Pixels arrive normalized, as the trainer's model gets them.
@@ -35,11 +33,6 @@ IMAGE_ARGUMENTS = {
     # the vision tower are kept elsewhere, by the content of the image.
     "mm_processor_cache_gb": 0,
 }
-
-
-def trusts_remote_code(config: VllmRolloutConfig) -> bool:
-    """Return True if the user allows the model folder's own Python code."""
-    return bool(config.engine_kwargs.get("trust_remote_code", False))
 
 
 def build_engine_args(setup: RolloutSetup, takes_images: bool = False) -> Any:

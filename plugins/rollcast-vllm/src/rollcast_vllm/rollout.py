@@ -24,7 +24,12 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_serving.casting import loaded_dtype
-from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
+from rollcast_serving.engines.arguments import (
+    has_gpu,
+    limit_positions,
+    starts_without_weights,
+    trusts_remote_code,
+)
 from rollcast_serving.engines.job import empty_output
 from rollcast_serving.engines.routing import RecordedLayers
 from rollcast_serving.engines.weight_state import WeightState
@@ -35,7 +40,7 @@ from rollcast_serving.stops import StopStrings
 from rollcast_vision.model_inputs import is_vision_model
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
-from rollcast_vllm.engine_args import build_engine_args, trusts_remote_code
+from rollcast_vllm.engine_args import build_engine_args
 from rollcast_vllm.environment import pass_images, prepare_environment, process_environment, require_vllm
 from rollcast_vllm.images import ImagePrompts
 from rollcast_vllm.load import LoadReader

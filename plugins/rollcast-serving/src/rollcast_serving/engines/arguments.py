@@ -13,7 +13,14 @@ from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError
 from rollcast_serving.requests import ModelLimits
 
-__all__ = ["bind_threads", "has_gpu", "join_arguments", "limit_positions", "starts_without_weights"]
+__all__ = [
+    "bind_threads",
+    "has_gpu",
+    "join_arguments",
+    "limit_positions",
+    "starts_without_weights",
+    "trusts_remote_code",
+]
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt"}
 
@@ -83,3 +90,8 @@ def bind_threads(ranks: int) -> str | None:
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return "|".join(str(core) for core in cores[:ranks]) if len(cores) >= ranks else None
+
+
+def trusts_remote_code(config: Any) -> bool:
+    """Return True if the user allows the model folder's own Python code, by ``rollout.engine_kwargs``."""
+    return bool(config.engine_kwargs.get("trust_remote_code", False))
