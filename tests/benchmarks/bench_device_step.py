@@ -69,7 +69,7 @@ class Measured:
 
 def product_name() -> str:
     """Return the device's name on the market, by which its published peak is listed."""
-    return torch.cuda.get_product_name() if current_device().name == "cuda" else "CPU"
+    return torch.cuda.get_device_name() if current_device().name == "cuda" else "CPU"
 
 
 def write_config(folder: Path, shape: Shape, length: int) -> None:
