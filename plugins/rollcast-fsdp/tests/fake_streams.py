@@ -15,6 +15,8 @@ from rollcast_engine.transfer import CopyStream
 class RecordingStream(CopyStream):
     """Copies between "host" and "device" memory, both of a CPU.
 
+    As with a device, a copy to the host has arrived only when the host has waited for it.
+
     Attributes:
         events: ``copy`` with direction and bytes, ``mark``, ``compute waits`` and ``copies wait`` in order.
         default_copies: copies outside the stream.
@@ -31,9 +33,10 @@ class RecordingStream(CopyStream):
         self._marks = 0
         #: Host buffers by address; held, so that no other memory gets their address.
         self._hosts: dict[int, Tensor] = {}
+        self._in_flight: list[tuple[Tensor, Tensor]] = []
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        buffer = torch.empty(tuple(shape), dtype=dtype)
+        buffer = torch.zeros(tuple(shape), dtype=dtype)
         self.pinned.append(buffer.nbytes)
         self._hosts[buffer.untyped_storage().data_ptr()] = buffer
         return buffer
@@ -50,7 +53,16 @@ class RecordingStream(CopyStream):
         to_host = target.untyped_storage().data_ptr() in self._hosts
         self.default_copies += not self._inside
         self.events.append(("to host" if to_host else "to device", source.nbytes))
+        if to_host:
+            self._in_flight.append((target, source.detach()))
+            return
+        self._arrive()  # copies of a stream are in order
         target.copy_(source)
+
+    def _arrive(self) -> None:
+        for target, source in self._in_flight:
+            target.copy_(source)
+        self._in_flight.clear()
 
     def wait_for_compute(self) -> None:
         self.events.append(("copies wait", None))
@@ -68,6 +80,7 @@ class RecordingStream(CopyStream):
         self.events.append(("hold", tensor.nbytes))
 
     def wait(self, mark: Any) -> None:
+        self._arrive()
         self.events.append(("host waits", mark))
 
     def bytes_moved(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_streams import RecordingStream
 from torch import Tensor
 
 from rollcast.contracts.algorithm import kl_penalties, kl_penalty
@@ -22,6 +23,7 @@ from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto
 from rollcast_engine.rng import capture_rng
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_fsdp.residency import Residency
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_testing.tiny import random_batch
 
@@ -179,8 +181,9 @@ def export(context: WorkerContext, folder: Path, output: Path, checkpoint: Path,
 
 
 def move(context: WorkerContext, folder: Path) -> dict[str, Any]:
-    """Keys and calls that move state, on a machine where it stays in place."""
+    """Keys and calls that move state, with a stand-in for a device's copies."""
     engine = build(context, folder, param_offload=True, optimizer_offload=True, enable_gradient_checkpointing=True)
+    engine.residency = Residency(engine.module, engine.optimizer, RecordingStream())
     step_once(engine, context, 0)
     engine.to("cpu")
     engine.to("device", optimizer=False)

@@ -25,9 +25,9 @@ ALONE = scenarios.ALONE
 OFFLOADS = {"param_offload": True, "optimizer_offload": True}
 
 
-def build(model_folder: Path) -> tuple[FsdpEngine, RecordingStream]:
+def build(model_folder: Path, **keys: object) -> tuple[FsdpEngine, RecordingStream]:
     """An engine whose state is in host memory, and the stream that moves it."""
-    engine = scenarios.build(ALONE, model_folder, **OFFLOADS)
+    engine = scenarios.build(ALONE, model_folder, **OFFLOADS, **keys)
     stream = RecordingStream()
     engine.residency = Residency(engine.module, engine.optimizer, stream)
     engine.to("cpu")
@@ -46,9 +46,10 @@ def update(engine: FsdpEngine, seed: int, mini_batches: int = 3) -> list[float]:
     return norms
 
 
-def test_an_update_moves_its_state_once_each_way(model_folder: Path) -> None:
-    engine, stream = build(model_folder)
-    plain = scenarios.build(ALONE, model_folder)
+@pytest.mark.parametrize("keys", [{}, {"param_dtype": "bf16"}], ids=["plain", "sharded"])
+def test_an_update_moves_its_state_once_each_way(keys: dict[str, object], model_folder: Path) -> None:
+    engine, stream = build(model_folder, **keys)
+    plain = scenarios.build(ALONE, model_folder, **keys)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     moments = 2 * weights
     assert stream.bytes_moved() == {"to host": weights + moments, "to device": 0}

@@ -5,11 +5,10 @@ State moves once each way per phase, through pinned buffers that are reused, on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 if TYPE_CHECKING:
@@ -89,22 +88,34 @@ class Residency:
 
         self._copies.wait_for_compute()
         with self._copies.enter():
-            self._apply(to_host, module, optimizer)
-        # Without this, the host could read buffers that have not arrived, and the device reuse memory too early.
+            for value, key in self._state(module, optimizer):
+                _replaced(value, to_host, key)
+        # Nothing may read the host's buffers before: FSDP2 pads an uneven shard as soon as a weight is replaced. Nor
+        # may the device reuse the memory that is still being copied.
         self._copies.wait(self._copies.mark())
         leaving.clear()
+        self._apply(lambda _, key: self._hosts[key], module, optimizer)
         self.module_on_device &= not module
         self.optimizer_on_device &= not optimizer
+
+    def _state(self, module: bool, optimizer: bool) -> Iterator[tuple[Tensor, _Key]]:
+        """Yield the weights, each once, and the optimizer's state, with the keys of their host buffers."""
+        if module:
+            yield from ((parameter, (id(parameter), _WEIGHT)) for parameter in self._module.parameters())
+        if optimizer and self._optimizer is not None:
+            for parameter, state in self._optimizer.state.items():
+                # Counts of steps are single numbers, which a fused optimizer wants on the device.
+                tensors = ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+                yield from ((value, (id(parameter), name)) for name, value in tensors if value.dim())
 
     def _apply(self, move: Callable[[Tensor, _Key], Tensor], module: bool, optimizer: bool) -> None:
         if module:
             self._apply_to_module(move)
         if optimizer and self._optimizer is not None:
-            for parameter, state in self._optimizer.state.items():
-                for name, value in state.items():
-                    # Counts of steps are single numbers, which a fused optimizer wants on the device.
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[name] = _replaced(value, move, (id(parameter), name))
+            states = {id(parameter): state for parameter, state in self._optimizer.state.items()}
+            for value, key in list(self._state(module=False, optimizer=True)):
+                owner, name = key
+                states[owner][name] = _replaced(value, move, key)
 
     def _apply_to_module(self, move: Callable[[Tensor, _Key], Tensor]) -> None:
         weights = {id(parameter) for parameter in self._module.parameters()}
@@ -122,25 +133,23 @@ class Residency:
 
 
 _WEIGHT = ""
+#: Attribute of a sharded tensor with this rank's part, which has the key of the whole.
+_SHARD = "_local_tensor"
 
 
 def _replaced(tensor: Tensor, move: Callable[[Tensor, _Key], Tensor], key: _Key) -> Tensor:
-    """Return a tensor with moved data; of a sharded one, this rank's part moves, of a quantized one, its parts."""
-    if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            _replaced(tensor.to_local().detach(), move, key),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+    """Return a tensor with moved data; of a sharded or quantized one, its parts move."""
     # Typed so, because the checker takes a tensor for none of the kind.
     plain: Any = tensor
-    if is_traceable_wrapper_subclass(plain):
-        owner, name = key
-        moved: Tensor = transform_subclass(  # type: ignore[no-untyped-call]
-            plain, lambda part, inner: _replaced(inner, move, (owner, f"{name}.{part}"))
-        )
-        return moved
-    return move(tensor.detach(), key)
+    if not is_traceable_wrapper_subclass(plain):
+        return move(tensor.detach(), key)
+    owner, name = key
+
+    def move_part(part: str, inner: Any) -> Any:
+        if not isinstance(inner, torch.Tensor):
+            return inner  # such as the mesh of a sharded tensor
+        return _replaced(inner, move, (owner, name if part == _SHARD else f"{name}.{part}"))
+
+    # A sharded tensor keeps its own layout: building one from its mesh would move a part in host memory back.
+    moved: Tensor = transform_subclass(plain, move_part)  # type: ignore[no-untyped-call]
+    return moved
