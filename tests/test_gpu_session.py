@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("nox")
 ROOT = Path(__file__).parents[1]
@@ -79,3 +80,17 @@ def test_the_guide_lists_the_parts() -> None:
     table = guide.split("| part | what it tests on the device |\n|---|---|\n")[1].split("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert named == [*PARTS, noxfile["GPU_BENCH"]]
+
+
+def test_torch_has_every_function_of_cuda_that_is_named() -> None:
+    """Code for a device runs on few machines; a name that torch lacks shows on every machine."""
+    missing = set()
+    for folder in ("core", "plugins", "contrib", "tests/benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\btorch\.cuda((?:\.\w+)+)", path.read_text()):
+                holder: object = torch.cuda
+                for part in name.removeprefix(".").split("."):
+                    holder = getattr(holder, part, None)
+                if holder is None:
+                    missing.add(f"torch.cuda{name} in {path.relative_to(ROOT)}")
+    assert not missing

@@ -322,20 +322,26 @@ def overlap(
     }
 
 
-def offload(context: WorkerContext, folder: Path, **keys: Any) -> tuple[list[str], bool]:
-    """Move buffers to host memory and back; return the parameters that stayed, and whether all came back."""
-    from rollcast_megatron.offload import move_stage
+def offload(context: WorkerContext, folder: Path, checkpoint: Path, **keys: Any) -> dict[str, Any]:
+    """Train with state in host memory between updates, and read the weights there; on a CPU, both are host memory."""
+    engine = build(context, folder, param_offload=True, optimizer_offload=True, **keys)
+    engine.can_offload = True
+    engine._offload()
+    stayed = [name for name, weight in engine.stage.named_parameters() if weight.untyped_storage().nbytes()]
+    history = [step(engine, 0), step(engine, 1)]
+    synced = weights(engine)
+    engine.save_checkpoint(checkpoint)
+    history.append(step(engine, 2))
+    engine.to("cpu")
+    engine.load_checkpoint(checkpoint)
+    history.append(step(engine, 2))
+    gradients = [buffer.grad_data.untyped_storage().nbytes() for buffer in engine.memory._buffers()]
+    stayed += [name for name, weight in engine.stage.named_parameters() if weight.untyped_storage().nbytes()]
+    return {"stayed": stayed, "gradients": sum(gradients), "history": history, "synced": synced}
 
+
+def stay(context: WorkerContext, folder: Path, **keys: Any) -> dict[str, Any]:
+    """Take the steps of :func:`offload` with all state in place."""
     engine = build(context, folder, **keys)
-    step(engine, 0)
-    before = weights(engine)
-    for runner in engine.runners:
-        move_stage(runner, torch.device("cpu"), model=True, grad=True)
-    stayed = [name for name, each in engine.stage.named_parameters() if each.untyped_storage().nbytes()]
-    for runner in engine.runners:
-        # Buffers are restored in place, so that the name of an accelerator is enough.
-        move_stage(runner, torch.device("cuda"), model=not stayed, grad=True)
-    if stayed:
-        return stayed, False
-    after = weights(engine)
-    return stayed, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    history = [step(engine, 0), step(engine, 1)]
+    return {"synced": weights(engine), "history": [*history, step(engine, 2)]}

@@ -228,12 +228,28 @@ def test_the_exact_kl_is_that_of_one_rank(
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
 
 
-@pytest.mark.parametrize("keys", [{}, {"expert_model_parallel_size": 2}], ids=["copies", "ep2"])
-def test_experts_leave_the_device_too(two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]) -> None:
-    """megatron-core keeps the weights of experts in buffers of their own."""
-    for stayed, is_back in two_ranks.run(scenarios.offload, folder=model_of("qwen3_moe", False), **keys):
-        assert not stayed
-        assert is_back
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"use_distributed_optimizer": False}),
+        ("llama", {"tensor_model_parallel_size": 2}),
+    ],
+    ids=["copies", "ep2", "bf16", "whole-optimizer", "tp2"],
+)
+def test_state_in_host_memory_changes_no_number(
+    two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, family: str, keys: dict[str, Any]
+) -> None:
+    """Weights are views of megatron-core's buffers, or parameters whose hooks collect the gradient."""
+    folder = model_of(family, False)
+    expected = two_ranks.run(scenarios.stay, folder=folder, **keys)
+    results = two_ranks.run(scenarios.offload, folder=folder, checkpoint=tmp_path / "checkpoint", **keys)
+    for plain, result in zip(expected, results, strict=True):
+        assert (result["stayed"], result["gradients"]) == ([], 0)
+        assert result["history"] == [*plain["history"], plain["history"][-1]]
+        assert all(torch.equal(result["synced"][name], tensor) for name, tensor in plain["synced"].items())
 
 
 def test_torch_stays_as_it_is() -> None:

@@ -550,6 +550,7 @@ def test_the_installed_torch_opens_memory_as_it_is_passed_on(monkeypatch: pytest
         **{name: name.encode() for name in cuda_ipc._HANDLES},
         **{name: 5 + place for place, name in enumerate(cuda_ipc._NUMBERS)},
         "tensor_offset": 3,
+        "event_sync_required": True,
     }
     flat = torch.zeros(10, dtype=torch.uint8)
     monkeypatch.setattr(cuda_ipc, "_uuid", lambda index: f"GPU-{8 if index is None else index + 7}")
@@ -558,11 +559,14 @@ def test_the_installed_torch_opens_memory_as_it_is_passed_on(monkeypatch: pytest
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, tuple(values.values())))
     described = json.loads(json.dumps(cuda_ipc.describe_tensor(flat)))
     given: dict[str, Any] = {}
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **named: given.update(named) or flat)
+    names = inspect.signature(rebuild).parameters
+    monkeypatch.setattr(
+        reductions, "rebuild_cuda_tensor", lambda *passed: given.update(zip(names, passed, strict=True)) or flat
+    )
     assert cuda_ipc.open_tensor(described) is flat
-    assert set(given) == set(inspect.signature(rebuild).parameters)
     assert (given["storage_device"], given["tensor_size"], given["tensor_offset"]) == (1, torch.Size([10]), 3)
     assert all(given[name] == values[name] for name in (*cuda_ipc._HANDLES, *cuda_ipc._NUMBERS))
+    assert given["event_sync_required"] is True  # torch takes no integer for it
     described["device"] = "GPU-1"
     with pytest.raises(WeightSyncError, match="on device GPU-1, but this process sees GPU-7, GPU-8"):
         cuda_ipc.open_tensor(described)

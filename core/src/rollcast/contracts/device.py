@@ -27,6 +27,7 @@ __all__ = [
     "device_count",
     "device_name",
     "devices",
+    "disable_tf32",
     "empty_cache",
     "find_device",
     "hide_accelerators",
@@ -181,6 +182,16 @@ def local_device(local_rank: int) -> torch.device:
     if device is CPU:
         return torch.device("cpu")
     return torch.device(device.name, local_rank % device.torch_module().device_count() if _chosen is None else _chosen)
+
+
+def disable_tf32() -> None:
+    """Compute convolutions of float32 tensors in float32 on CUDA, as torch does with matrix products.
+
+    By default cuDNN rounds their inputs to TF32, so that log-probs of prompts with images differ between engines.
+    """
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def collective_backend() -> str:

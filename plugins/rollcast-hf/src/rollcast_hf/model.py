@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from rollcast.contracts.device import local_device
+from rollcast.contracts.device import disable_tf32, local_device
 from rollcast.errors import CheckpointError
 from rollcast_serving.model_weights import read_model_config
 from rollcast_vision.model_inputs import auto_class_name
@@ -35,7 +35,7 @@ def build_model(path: str) -> nn.Module:
     config = read_model_config(path)
     with torch.random.fork_rng(devices=[]):  # initial weights must not consume random numbers of the process
         model: nn.Module = _auto_class(config).from_config(config, dtype=read_dtype(path))
-    return model.to(local_device(0)).eval()
+    return _on_device(model)
 
 
 def load_model(path: str) -> nn.Module:
@@ -48,6 +48,11 @@ def load_model(path: str) -> nn.Module:
         model: nn.Module = _auto_class(read_model_config(path)).from_pretrained(path, dtype=read_dtype(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
+    return _on_device(model)
+
+
+def _on_device(model: nn.Module) -> nn.Module:
+    disable_tf32()
     return model.to(local_device(0)).eval()
 
 

@@ -283,7 +283,6 @@ def _build_chunk(plan: Plan, transformer: Any, chunk: int) -> DecoderModel:
 
 def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:
     """Return megatron-core's ``TransformerConfig`` from the map's fields and the engine's settings."""
-    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype, on_host = DTYPES[config.dtype], device.type == "cpu"
@@ -321,8 +320,6 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         **_mixture_fields(plan.map.mixture, config),
         **fused_kernels(device.type == "cuda"),
     }
-    if on_host:
-        options["attention_backend"] = AttnBackend.local
     return TransformerConfig(**options)
 
 

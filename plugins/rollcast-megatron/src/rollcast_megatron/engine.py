@@ -28,6 +28,7 @@ from rollcast_engine.lora import require_adapter, write_adapter
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_engine.routing import check_replay, start_record
+from rollcast_engine.transfer import CopyStream
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, check_model
 from rollcast_megatron.export import whole_module
@@ -35,7 +36,7 @@ from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.lora import adapt_stage, plan_adapter
 from rollcast_megatron.maps import find_map
-from rollcast_megatron.offload import move_stage
+from rollcast_megatron.offload import StageMemory
 from rollcast_megatron.overlap import complete_weights, gather_before_use, reduce_in_backward
 from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.step import Pass, run_pass
@@ -107,6 +108,12 @@ class MegatronEngine(TorchEngine):
         #: gradients.
         self.stage: Stage
         self.runners: list[nn.Module] = []
+        self._copies = CopyStream(self.device)
+        self.memory = StageMemory(self.runners, self._copies)
+        #: False if the model computes in host memory.
+        self.can_offload = False
+        #: Modes that are entered, the outermost first: True for train mode.
+        self._modes: list[bool] = []
         self.optimizer: StageOptimizer | None = None
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
@@ -148,6 +155,9 @@ class MegatronEngine(TorchEngine):
         self.runners = list(self.stage.eval().chunks)
         if setup.optim is not None:
             self._build_optimizer()
+        self._copies = CopyStream(self.device)
+        self.memory = StageMemory(self.runners, self._copies)
+        self.can_offload = self.device.type != "cpu"
         self._offload()
 
     def _attach_adapter(self, folder: WeightFolder | None) -> None:
@@ -196,9 +206,16 @@ class MegatronEngine(TorchEngine):
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
-        """Enter train or eval mode with the weights on the device; gradients are left alone."""
+        """Enter train or eval mode with the weights on the device.
+
+        On an accelerator, leaving train mode drops the gradients and frees their memory, so that a rollout finds it.
+        The outermost mode moves offloaded state: an update with many mini-batches moves it once each way.
+        """
         was_training = self.stage.training
-        self._to(self.device, model=self.config.param_offload)
+        self._load(model=self.config.param_offload)
+        if training and not any(self._modes) and self.can_offload:
+            self.memory.zero_gradients()
+        self._modes.append(training)
         self._train(training)
         try:
             yield
@@ -206,7 +223,11 @@ class MegatronEngine(TorchEngine):
             complete_weights(self.runners)
         finally:
             self._train(was_training)
-            self._offload()
+            self._modes.pop()
+            if training and not any(self._modes) and self.can_offload:
+                self._drop_gradients()
+            if not self._modes:
+                self._offload()
 
     def _train(self, training: bool) -> None:
         self.stage.train(training)
@@ -216,6 +237,7 @@ class MegatronEngine(TorchEngine):
     def optimizer_zero_grad(self) -> None:
         """Drop all gradients."""
         self.require_optimizer(self.optimizer).zero_grad()
+        self.memory.zero_gradients()
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Reduce the gradients over the ranks, clip to ``optim.clip_grad`` and step.
@@ -226,17 +248,19 @@ class MegatronEngine(TorchEngine):
             The norm before clipping, and True if the step was skipped.
         """
         optimizer = self.require_optimizer(self.optimizer)
+        # Before the norm, for which megatron-core copies gradients to the float32 weights.
+        self._load(optimizer=self.config.optimizer_offload)
         norm = optimizer.gradient_norm()
-        if not math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            optimizer.step(norm, self.current_lr())
+            self._whole = None
+        else:
             log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)
-            optimizer.zero_grad()
-            return norm, True
-        self._to(self.device, optimizer=self.config.optimizer_offload)
-        optimizer.step(norm, self.current_lr())
-        if self.config.optimizer_offload:
-            self._to(torch.device("cpu"), optimizer=True)
-        self._whole = None
-        return norm, False
+            self.optimizer_zero_grad()
+        if not self._modes:
+            self._offload()
+        return norm, not is_finite
 
     def train_batch(self, data: DataProto, loss_function: LossFunction, settings: ForwardSettings) -> TrainOutput:
         """Take one optimizer step on this rank's rows of a mini-batch."""
@@ -376,17 +400,22 @@ class MegatronEngine(TorchEngine):
 
         They do not contain the adapter. All ranks must iterate to the end together.
         """
-        complete_weights(self.runners)
-        yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
+        with self._weights_on_device():
+            complete_weights(self.runners)
+            yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters with the adapter merged into them."""
-        parameters = self.get_per_tensor_param()
-        return parameters if self.adapter is None else self.adapter.merge(parameters, self.stage)
+        with self._weights_on_device():
+            parameters = self.get_per_tensor_param()
+            yield from parameters if self.adapter is None else self.adapter.merge(parameters, self.stage)
 
     def get_adapter(self) -> AdapterWeights | None:
         """Return the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
-        return None if self.adapter is None else self.adapter.gather_weights(self.stage)
+        if self.adapter is None:
+            return None
+        with self._weights_on_device():
+            return self.adapter.gather_weights(self.stage)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Disable the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
@@ -422,23 +451,50 @@ class MegatronEngine(TorchEngine):
             yield self._whole
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator."""
-        target = torch.device("cpu") if device == "cpu" else self.device
-        complete_weights(self.runners)
-        self._to(target, model=model, optimizer=optimizer, grad=grad)
+        """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator.
 
-    def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
-        if self.device.type == "cpu":
-            return  # everything is on the CPU already
-        for runner in self.runners:
-            move_stage(runner, device, model=model, grad=grad)
+        With ``grad``, moving to the CPU drops the gradients.
+        """
+        complete_weights(self.runners)
+        if device != "cpu":
+            self._load(model=model, optimizer=optimizer)
+            return
+        if grad and self.can_offload:
+            self._drop_gradients()
+        self._free(model=model, optimizer=optimizer)
+
+    def _load(self, *, model: bool = False, optimizer: bool = False) -> None:
+        if model:
+            self.memory.load_weights()
         if optimizer and self.optimizer is not None:
-            self.optimizer.to(device)
-        if model and device.type == "cpu":
+            self.optimizer.load(self._copies)
+
+    def _free(self, *, model: bool = False, optimizer: bool = False) -> None:
+        if not self.can_offload:
+            return
+        if model:
             self._whole = None
+            self.memory.free_weights()
+        if optimizer and self.optimizer is not None:
+            self.optimizer.offload(self._copies)
 
     def _offload(self) -> None:
-        self._to(torch.device("cpu"), model=self.config.param_offload, optimizer=self.config.optimizer_offload)
+        self._free(model=self.config.param_offload, optimizer=self.config.optimizer_offload)
+
+    def _drop_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self.memory.free_gradients()
+
+    @contextmanager
+    def _weights_on_device(self) -> Iterator[None]:
+        """Keep the weights on the device during the block, and return them to host memory if they were there."""
+        was_freed = not self.memory.has_weights
+        self._load(model=was_freed)
+        try:
+            yield
+        finally:
+            self._free(model=was_freed)
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, schedule and every rank's RNG under ``path``.
@@ -447,7 +503,8 @@ class MegatronEngine(TorchEngine):
             CheckpointError: the folder cannot be written.
         """
         self.finish_checkpoint(wait=True)
-        checkpoints.save(path, self._state())
+        with self._weights_on_device():
+            checkpoints.save(path, self._state())
 
     def start_checkpoint(self, path: Path) -> None:
         """Copy the state to host memory, and write it from there while training goes on.
@@ -456,7 +513,8 @@ class MegatronEngine(TorchEngine):
             CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
         """
         self.finish_checkpoint(wait=True)
-        self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
+        with self._weights_on_device():
+            self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
 
     def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint of :meth:`save_checkpoint`, on the same or another mesh.
@@ -465,7 +523,8 @@ class MegatronEngine(TorchEngine):
             CheckpointError: the folder is incomplete, damaged, or belongs to another model; the message names the
                 differences.
         """
-        self.schedule_step = checkpoints.load(path, self._state())
+        with self._weights_on_device():
+            self.schedule_step = checkpoints.load(path, self._state())
         self._whole = None
 
     def _state(self) -> checkpoints.EngineState:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rollcast.contracts.device import empty_cache
 from rollcast_engine.optim import learning_rate
 from rollcast_megatron import cpu
 from rollcast_megatron.overlap import start_reductions
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import OptimConfig
+    from rollcast_engine.transfer import CopyStream
 
 __all__ = ["StageOptimizer"]
+
+#: A parameter's id, and the name of its state.
+_Key = tuple[int, str]
+_WEIGHT = "param"
 
 
 class StageOptimizer:
@@ -51,6 +57,9 @@ class StageOptimizer:
             # No overrides: weight decay applies to every parameter, as in all engines.
             self.whole: Any = get_megatron_optimizer(config, chunks, config_overrides={})
         self._prime()
+        #: False while the state is in host memory.
+        self.is_on_device = True
+        self._hosts: dict[_Key, Tensor] = {}
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
@@ -80,9 +89,7 @@ class StageOptimizer:
         return bool(self.chunks[0].ddp_config.overlap_grad_reduce)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        """Drop the gradients of the parameters that the optimizer steps; those in the chunks' buffers stay."""
         self.whole.zero_grad()
 
     def gradient_norm(self) -> float:
@@ -179,19 +186,57 @@ class StageOptimizer:
         state: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
         return state, part._get_model_param_range_map(parameter)["param"].start
 
-    def to(self, device: torch.device) -> None:
-        """Move the state, and the float32 copies of bfloat16 weights if there are any."""
+    def offload(self, copies: CopyStream) -> None:
+        """Move the state, and the float32 copies of bfloat16 weights if there are any, to host memory.
+
+        On return their memory on the device is free. Gradients of the copies are dropped.
+        """
+        if not self.is_on_device:
+            return
+        for weight in self._master_weights():
+            weight.grad = None
+        copies.wait_for_compute()
+        with copies.enter():
+            for key, value in self._movable():
+                host = self._hosts.setdefault(key, copies.host_buffer(value.shape, value.dtype))
+                copies.copy(host, value)
+        copies.wait(copies.mark())
+        self._replace(self._hosts)
+        self.is_on_device = False
+        empty_cache()
+
+    def load(self, copies: CopyStream) -> None:
+        """Move the state back to the device; what the computation queues from now on finds it there."""
+        if self.is_on_device:
+            return
+        arrived = {}
+        with copies.enter():
+            for key, host in self._movable():
+                arrived[key] = copies.device_buffer(host.shape, host.dtype)
+                copies.copy(arrived[key], host)
+        copies.make_compute_wait(copies.mark(), list(arrived.values()))
+        self._replace(arrived)
+        self.is_on_device = True
+
+    def _movable(self) -> Iterator[tuple[_Key, Tensor]]:
+        """Yield the tensors that move."""
+        # Counts of steps do not: they are single numbers, which a fused optimizer wants on the device.
+        for weight in self._master_weights():
+            yield (id(weight), _WEIGHT), weight.data
+        for optimizer in self.inner:
+            for parameter, state in optimizer.state.items():
+                tensors = ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+                yield from (((id(parameter), name), value) for name, value in tensors if value.dim())
+
+    def _replace(self, tensors: Mapping[_Key, Tensor]) -> None:
+        for weight in self._master_weights():
+            weight.data = tensors[id(weight), _WEIGHT]
+        for optimizer in self.inner:
+            for parameter, state in optimizer.state.items():
+                state.update({name: tensors[id(parameter), name] for name in state if (id(parameter), name) in tensors})
+
+    def _master_weights(self) -> Iterator[Tensor]:
         for part in self.whole.chained_optimizers:
-            if part.optimizer is None:
-                continue
-            for copies in _master_weights(part):
-                copies.data = copies.data.to(device)
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[name] = value.to(device)
-
-
-def _master_weights(part: Any) -> list[torch.Tensor]:
-    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", None)
-    return [parameter for group in groups or () for parameter in group if parameter is not None]
+            groups = getattr(part, "shard_fp32_from_float16_groups", None)
+            groups = groups or getattr(part, "fp32_from_float16_groups", None) or ()
+            yield from (parameter for group in groups for parameter in group if parameter is not None)

@@ -67,7 +67,7 @@ class MegatronConfig:
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory between its steps."""
+    """Keep the optimizer's state in host memory outside updates."""
     recompute_granularity: Annotated[
         Literal["full", "selective"] | None, OnAccelerator("full", _MEMORY, _sets_no_recompute)
     ] = None

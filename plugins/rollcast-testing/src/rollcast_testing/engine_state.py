@@ -103,8 +103,8 @@ class StateLaws:
             return
         ids = batch["input_ids"][:1]
         with engine.in_process_module() as module, torch.no_grad():
-            logits = module(input_ids=ids).logits
-        self._close(logits, plain_model(folder)(input_ids=ids).logits.detach(), "logits")
+            logits = module(input_ids=ids.to(next(module.parameters()).device)).logits
+        self._close(logits.cpu(), plain_model(folder)(input_ids=ids).logits.detach(), "logits")
         train(engine, batch, ALL_ROWS)
         train(other, batch, ALL_ROWS)
         require_equal(weights(engine), weights(other), "weights trained after using the module")

@@ -31,7 +31,8 @@ _PARAMETERS = (
     *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle"),
     *("ref_counter_offset", "event_handle", "event_sync_required"),
 )
-_NUMBERS = ("storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
+#: Those that travel as they are, integers and booleans, which torch tells apart.
+_NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 
 
@@ -140,8 +141,7 @@ def describe_tensor(flat: Tensor) -> dict[str, Any]:
     return {
         "device": _uuid(flat.device.index),
         "size": flat.numel(),
-        "tensor_offset": int(named["tensor_offset"]),
-        **{name: int(named[name]) for name in _NUMBERS},
+        **{name: named[name] for name in _NUMBERS},
         **{name: base64.b64encode(named[name]).decode() for name in _HANDLES},
     }
 
@@ -158,19 +158,20 @@ def open_tensor(described: Mapping[str, Any]) -> Tensor:
             f"the weights are on device {described['device']}, but this process sees {', '.join(seen) or 'none'}; "
             "rollout.weight_sync=cuda_ipc needs actor and replica on one device; choose shared_memory"
         )
-    # The device's index may differ from the sender's, which may see other devices.
-    flat: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        tensor_cls=torch.Tensor,
-        tensor_size=torch.Size([described["size"]]),
-        tensor_stride=(1,),
-        tensor_offset=described["tensor_offset"],
-        storage_cls=torch.storage.TypedStorage,
-        dtype=torch.uint8,
-        storage_device=seen.index(described["device"]),
-        requires_grad=False,
-        **{name: described[name] for name in _NUMBERS},
+    values = {
+        **described,
+        "tensor_cls": torch.Tensor,
+        "tensor_size": torch.Size([described["size"]]),
+        "tensor_stride": (1,),
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.uint8,
+        # The device's index may differ from the sender's, which may see other devices.
+        "storage_device": seen.index(described["device"]),
+        "requires_grad": False,
         **{name: base64.b64decode(described[name]) for name in _HANDLES},
-    )
+    }
+    # By position, because an engine may have replaced the function by one without these names.
+    flat: Tensor = reductions.rebuild_cuda_tensor(*(values[name] for name in _PARAMETERS))  # type: ignore[no-untyped-call]
     return flat
 
 
