@@ -42,18 +42,19 @@ def measure() -> tuple[int, int]:
 def test_gradients_and_activations_are_gone_after_training(large_folder: Path) -> None:
     start = measure()[0]
     engine = scenarios.build(scenarios.ALONE, large_folder, param_dtype="bf16")
-    built, free = measure()
     size = weight_bytes(engine)
-    with engine.train_mode():
-        engine.train_batch(scenarios.share(scenarios.ALONE, [6]), scenarios.nll, scenarios.ForwardSettings())
-        within, _ = measure()
+    for _ in range(2):  # in the first update libraries load their kernels, and the optimizer makes its state
+        built, free = measure()
+        with engine.train_mode():
+            engine.train_batch(scenarios.share(scenarios.ALONE, [6]), scenarios.nll, scenarios.ForwardSettings())
+            within, _ = measure()
     after, free_after = measure()
     assert within - built >= size  # the gradients
     assert after - built <= REST
     # Weights and AdamW's two moments remain.
     assert abs(after - start - 3 * size) <= 0.1 * size
-    # Cached blocks went back to the device. Libraries keep their handles and workspaces, which are not torch's.
-    assert free_after >= free - (512 << 20)
+    # Cached blocks went back to the device.
+    assert free_after >= free - (64 << 20)
     assert torch.cuda.memory_reserved() - after <= 64 << 20
 
 

@@ -15,6 +15,8 @@ from rollcast import register
 from rollcast.contracts.stage import roles
 from rollcast.protocol import Cut, DataProto, Jagged, LazyBatch
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_trainer.batch.mini_batches import UpdatePlan
+from rollcast_trainer.workers.actor import ActorRolloutRefWorker
 from rollcast_trainer.workers.critic import CriticWorker
 from rollcast_trainer.workers.reference import RefWorker
 
@@ -84,7 +86,7 @@ class Meeting:
 
 
 @pytest.mark.long
-def test_reference_and_values_on_pools_of_their_own_run_at_the_same_time(
+def test_calls_and_updates_on_pools_of_their_own_run_at_the_same_time(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:
     place = tmp_path / "meeting"
@@ -106,12 +108,28 @@ def test_reference_and_values_on_pools_of_their_own_run_at_the_same_time(
             self.meet("values", "ref_log_prob")
             return super().compute_values(data)
 
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+        def update_critic(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
+            self.meet("update_critic", "update_actor")
+            return super().update_critic(data, plan)
+
+    class MeetingActor(Meeting, ActorRolloutRefWorker):
+        folder = place
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+        def update_actor(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
+            self.meet("update_actor", "update_critic")
+            return super().update_actor(data, plan)
+
     apart = ["placement.pools={critics: [1], refs: [1]}", "placement.mapping={critic: critics, ref: refs}"]
     with (
         roles.temporarily("ref", MeetingRef),
         roles.temporarily("critic", MeetingCritic),
+        roles.temporarily("actor_rollout", MeetingActor),
         set_up(small_task.ppo(tmp_path / "run", *PPO, *apart)) as trainer,
     ):
         batch = run_stages(trainer)
+        metrics = trainer.run.recorder.take()
         assert {"ref_log_prob", "values"} <= set(batch.keys())
-        assert {path.name for path in place.iterdir()} == {"ref_log_prob", "values"}
+        assert {"actor/grad_norm", "critic/grad_norm"} <= set(metrics)
+        assert {path.name for path in place.iterdir()} == {"ref_log_prob", "values", "update_actor", "update_critic"}

@@ -147,6 +147,8 @@ class LoopTrainer(StagedTrainer):
             if collected is not None and number == last:
                 with recorder.phase("record_trajectories"):
                     self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), made)
+        if before is None:
+            recorder.settle()
         return batch
 
     def _is_due(self, every: int) -> bool:

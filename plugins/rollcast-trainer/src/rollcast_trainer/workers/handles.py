@@ -22,6 +22,8 @@ __all__ = ["ActorHandle", "CriticHandle", "Playing", "ReferenceHandle", "RewardM
 
 #: Function that starts a method of a group.
 Call = Callable[[DataProtoFuture], DataProtoFuture]
+#: Function that waits for the end of an update and returns its metrics.
+Metrics = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,16 @@ class RoleHandle:
     def update(
         self,
         method: str,
-        call: Callable[[DataProtoFuture, UpdatePlan], Sequence[dict[str, float]]],
+        call: Callable[[DataProtoFuture, UpdatePlan], DataProtoFuture],
         batch: DataProto,
         mini_batches: Sequence[torch.Tensor],
         epochs: int = 1,
         skip_rows: torch.Tensor | None = None,
-    ) -> dict[str, float]:
-        """Take optimizer steps, one per mini-batch and epoch, and return their metrics.
+    ) -> Metrics:
+        """Start optimizer steps, one per mini-batch and epoch; return a function that waits for their metrics.
 
-        The arguments after ``call`` are those of :func:`~rollcast_trainer.batch.mini_batches.plan_update`.
+        Updates of roles in separate pools run at the same time. The arguments after ``call`` are those of
+        :func:`~rollcast_trainer.batch.mini_batches.plan_update`.
         """
         playing, ranks = self.playing, self.playing.ranks
         lengths = row_lengths(batch)
@@ -94,7 +97,8 @@ class RoleHandle:
         tokens = int(Jagged.of(batch["response_mask"]).sums()[passed].sum())
         rows = [lengths[row] for row in passed.tolist()]
         playing.meter.count_pass(playing.role, playing.played_as, method, rows, tokens, "train")
-        return dict(call(DataProtoFuture.of_batch(arranged), plan)[0])
+        handle = call(DataProtoFuture.of_batch(arranged), plan)
+        return lambda: dict(handle.get()[0])
 
 
 class ActorHandle(RoleHandle):
@@ -120,10 +124,10 @@ class ActorHandle(RoleHandle):
         mini_batches: Sequence[torch.Tensor],
         epochs: int = 1,
         skip_rows: torch.Tensor | None = None,
-    ) -> dict[str, float]:
-        """Take optimizer steps of the policy; see :meth:`RoleHandle.update`."""
+    ) -> Metrics:
+        """Start optimizer steps of the policy; see :meth:`RoleHandle.update`."""
         self.playing.meter.count_tokens(sum(row_lengths(batch)))
-        return self.update("update_actor", self.group.update_actor, batch, mini_batches, epochs, skip_rows)
+        return self.update("update_actor", self.group.update_actor.remote, batch, mini_batches, epochs, skip_rows)
 
 
 def _refuse_images(batch: DataProto, what: str) -> None:
@@ -156,12 +160,10 @@ class CriticHandle(RoleHandle):
         _refuse_images(batch, "a critic")
         return self.infer("compute_values", self.group.compute_values.remote, batch.select(MODEL), ["values"])
 
-    def update_critic(
-        self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1
-    ) -> dict[str, float]:
-        """Take optimizer steps of the value model; see :meth:`RoleHandle.update`."""
+    def update_critic(self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1) -> Metrics:
+        """Start optimizer steps of the value model; see :meth:`RoleHandle.update`."""
         columns = batch.select([*MODEL, "values", "returns", *(name for name in (ROLLOUT,) if name in batch)])
-        return self.update("update_critic", self.group.update_critic, columns, mini_batches, epochs)
+        return self.update("update_critic", self.group.update_critic.remote, columns, mini_batches, epochs)
 
 
 class RewardModelHandle(RoleHandle):
