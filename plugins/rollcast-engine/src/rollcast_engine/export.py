@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["build_skeleton", "write_folder"]
 
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
+#: Endings of files with weights in any format, and of their indexes. Those of the first model are not trained.
+_WEIGHT_ENDINGS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".distcp"),
+    *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".ot", ".gguf", ".ggml", ".npz", ".nemo"),
+    *(".onnx", ".onnx_data", ".tflite", ".mlmodel", ".mlpackage", ".engine"),
+)
 
 
 def write_folder(
@@ -152,9 +158,19 @@ def _remove_weights(path: Path) -> None:
 
 
 def _copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, templates, processors and custom code. A subfolder that has weights is another form of the first
+    model, and stays behind.
+    """
     if source.resolve() == target.resolve():
         return
-    weights = {file for pattern in WEIGHT_PATTERNS for file in source.glob(pattern)}
     for file in sorted(source.iterdir()):
-        if file.is_file() and file not in weights and file.name != "config.json" and not file.name.startswith("."):
+        if file.name.startswith(".") or file.name == "config.json":
+            continue
+        if file.is_file() and not _has_weights(file):
             shutil.copy2(file, target / file.name)
+        elif file.is_dir() and not any(map(_has_weights, file.rglob("*"))):
+            shutil.copytree(file, target / file.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+
+
+def _has_weights(file: Path) -> bool:
+    return file.name.endswith(_WEIGHT_ENDINGS)
