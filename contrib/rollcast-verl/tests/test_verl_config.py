@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,35 @@ def test_what_cannot_be_read_or_does_not_fit_is_one_error(tmp_path: Path) -> Non
         load(None, ["trainer.nnodes"])
     with pytest.raises(ConfigError, match=r"actor\.ppo_epochs"):
         translated("actor_rollout_ref.actor.ppo_epochs=many").check()
+
+
+#: Sections of verl → those of rollcast that have the same subject.
+SECTIONS = {
+    "actor_rollout_ref.actor.": "actor.",
+    "actor_rollout_ref.rollout.": "rollout.",
+    "actor_rollout_ref.model.": "model.",
+    "actor_rollout_ref.ref.": "ref.",
+    **{name: name for name in ("critic.", "data.", "algorithm.", "reward.", "trainer.")},
+}
+#: Keys of both that mean something else, with the reason in their notes.
+OTHER_MEANING = {
+    "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.rollout.engine_kwargs.*",
+    "actor_rollout_ref.rollout.mode",
+    "critic.optim.clip_grad",
+    "reward.reward_kwargs.*",
+}
+
+
+def test_no_key_that_rollcast_has_is_said_to_be_missing() -> None:
+    page = Path(__file__).parents[3] / "docs" / "configuration-reference.md"
+    ours = set(re.findall(r"^\| `([\w.]+)`", page.read_text(), re.MULTILINE))
+    assert len(ours) > 200
+    missing = {
+        rule.theirs
+        for rule in RULES
+        for theirs, section in SECTIONS.items()
+        if rule.outcome == "none" and rule.theirs.startswith(theirs)
+        if section + rule.theirs.removeprefix(theirs).removesuffix(".*") in ours
+    }
+    assert missing == OTHER_MEANING

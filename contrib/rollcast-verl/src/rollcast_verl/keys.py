@@ -267,7 +267,7 @@ def _actor() -> list[Rule]:
         *_none("follows the model's key, as in verl", f"{_A}.use_fused_kernels", f"{_A}.use_remove_padding"),
         *_none(_PADDING, f"{_A}.pad_to_length"),
         *_none("training with quantized weights is not there", f"{_A}.qat.*", f"{_A}.fsdp_config.qat.*"),
-        *_none("models of text only", f"{_A}.freeze_vision_tower"),
+        *_none("the whole model is trained, with its vision tower", f"{_A}.freeze_vision_tower"),
         *_copied(f"{_A}.router_replay", "actor.router_replay", "mode"),
         *_none("choices are columns of the batch, not files", f"{_A}.router_replay.*"),
         *_none("the engine decides", f"{_A}.fsdp_config.*"),
@@ -399,6 +399,7 @@ def _model(theirs: str, ours: str, engine: str) -> list[Rule]:
             "target_modules",
             "lora_adapter_path",
             "use_liger",
+            "use_shm",
         )
     )
     here = "" if ours == "model" else "the critic takes it from `model`"
@@ -414,6 +415,7 @@ def _model(theirs: str, ours: str, engine: str) -> list[Rule]:
                 f"{theirs}.target_modules",
                 f"{theirs}.lora_adapter_path",
                 f"{theirs}.use_liger",
+                f"{theirs}.use_shm",
             )
             if here
             else ()
@@ -426,7 +428,6 @@ def _model(theirs: str, ours: str, engine: str) -> list[Rule]:
             f"{theirs}.override_config",
             f"{theirs}.override_config.*",
         ),
-        *_none("folders are read from where they are", f"{theirs}.use_shm"),
         *_none("plugins register by entry points", f"{theirs}.external_lib"),
         *_none("the keys `lora_*` of the model", f"{theirs}.lora.*", f"{theirs}.exclude_modules"),
         *_none("not there", f"{theirs}.tiled_mlp.*", f"{theirs}.mtp.*", f"{theirs}.fused_kernel_options.*"),
@@ -532,10 +533,11 @@ def _data() -> list[Rule]:
             "data.sampler.*",
             "data.datagen.*",
         ),
-        *_none("tools are keys of `agent`", "data.tool_config_path", "data.function_tool_path"),
+        Rule("data.tool_config_path", "agent.tool_config_path", leaves_out=(None,)),
+        *_none("tools are keys of `agent`: `agent.tools`", "data.function_tool_path"),
         *_none("rows keep all columns", "data.return_raw_input_ids", "data.return_raw_chat", "data.return_full_prompt"),
         *_none("the tokenizer is the model folder's", "data.tokenizer", "data.trust_remote_code"),
-        *_none("folders are read from where they are", "data.use_shm"),
+        *_none("data files are read from where they are; `model.use_shm` is there", "data.use_shm"),
         *_none("validation keeps the order of the file", "data.validation_shuffle"),
         *_none("prompts are filtered while they are read", "data.filter_overlong_prompts_workers"),
         *_none(
@@ -547,11 +549,8 @@ def _data() -> list[Rule]:
             "data.mm_processor_kwargs",
             "data.mm_processor_kwargs.*",
         ),
-        *_none(
-            "options of the template go into `agent.renderer_kwargs`",
-            "data.apply_chat_template_kwargs",
-            "data.apply_chat_template_kwargs.*",
-        ),
+        Rule("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs", leaves_out=(None, {})),
+        Rule("data.apply_chat_template_kwargs.*", "data.apply_chat_template_kwargs.*"),
     ]
 
 
@@ -732,11 +731,8 @@ def _trainer() -> list[Rule]:
             "trainer.validation_data_dir",
         ),
         *_none("`rollcast eval` evaluates a folder", "trainer.val_only"),
-        *_none(
-            "a listener of the hook on_checkpoint_saved does this",
-            "trainer.checkpoint_callback_class",
-            "trainer.default_hdfs_dir",
-        ),
+        Rule("trainer.default_hdfs_dir", "trainer.default_hdfs_dir", "any URL of fsspec", leaves_out=(None,)),
+        *_none("a listener of the hook on_checkpoint_saved does this", "trainer.checkpoint_callback_class"),
         *_none("checkpoints are never deleted after loading", "trainer.del_local_ckpt_after_load"),
         *_none("`runtime.launch_timeout_s` limits the start", "trainer.ray_wait_register_center_timeout"),
         *_none(
