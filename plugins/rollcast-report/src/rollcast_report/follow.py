@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import time
@@ -64,7 +65,8 @@ class Frame:
         total = self.status.total_steps
         if self.state != "running" or self.step_s is None or not total:
             return None
-        return max(0, total - (self.step or 0)) * self.step_s
+        seconds = max(0, total - (self.step or 0)) * self.step_s
+        return seconds if math.isfinite(seconds) else None
 
 
 class Follower:

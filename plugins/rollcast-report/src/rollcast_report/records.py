@@ -15,9 +15,13 @@ from rollcast.errors import DataError
 __all__ = ["RecordWriter", "Unreadable", "check_records", "drop_after", "encode_record", "parse_record", "read_records"]
 
 
+#: Steps are smaller in any run; a larger one is damage, and would overflow floats.
+_STEPS = 2**53
+
+
 @dataclass(frozen=True)
 class Unreadable:
-    """A line that is not a JSON object with an integer ``step``.
+    """A line that is not a JSON object with a ``step``, an integer from 0.
 
     Attributes:
         line: line number, from 1.
@@ -60,14 +64,13 @@ def _plain(value: Any) -> Any:
 
 
 def parse_record(raw: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None if the line is no JSON object with an integer ``step``."""
+    """Return the record of a line; None if the line is no JSON object with a ``step``, an integer from 0."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):  # also UnicodeDecodeError: the caller reports the line
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return None
-    return record
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < _STEPS else None
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadable]]:
@@ -104,7 +107,8 @@ def check_records(path: Path, start_step: int) -> None:
 
 
 def _describe_unreadable(path: Path, record: Unreadable) -> str:
-    return f"{path}, line {record.line}: not a JSON object with an integer 'step'; remove the line, then resume again"
+    wanted = "a JSON object with a 'step', an integer from 0"
+    return f"{path}, line {record.line}: not {wanted}; remove the line, then resume again"
 
 
 def drop_after(path: Path, start_step: int) -> int:
