@@ -44,7 +44,7 @@ class StopMatcher:
         fresh = text.rstrip(_INCOMPLETE)[len(known) :]
         seen = self._tail + fresh
         if not text.endswith(_INCOMPLETE):
-            self._tail = seen[len(seen) - self._reach :] if self._reach else ""
+            self._tail = seen[max(len(seen) - self._reach, 0) :]
             # Keep the new tokens as context of the next ones; older ones are no longer needed.
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
