@@ -29,6 +29,7 @@ from rollcast_agents.retries import Answers, is_gone
 from rollcast_agents.shown import Shown, decode, read_reply
 from rollcast_serving.openai_errors import ApiError, answer_errors, error_response
 from rollcast_serving.openai_format import (
+    SampledToken,
     build_answer,
     build_choice,
     log_probs_entry,
@@ -232,11 +233,11 @@ class Gateway:
         content: str | Mapping[str, Any],
         asked: ChatRequest | CompletionRequest,
     ) -> dict[str, Any]:
-        wants = asked.logprobs is not None and asked.logprobs is not False
-        chat = isinstance(asked, ChatRequest)
-        to_text = partial(decode, self._renderer)
-        values = reply.log_probs.tolist()
-        entry = log_probs_entry(to_text, reply.token_ids.tolist(), values, shown.text, chat) if wants else None
+        entry = None
+        if asked.wants_log_probs:
+            to_text, ids = partial(decode, self._renderer), reply.token_ids.tolist()
+            tokens = list(map(SampledToken, ids, (to_text([token]) for token in ids), reply.log_probs.tolist()))
+            entry = log_probs_entry(to_text, tokens, shown.text, isinstance(asked, ChatRequest))
         choice = build_choice(index, content, reply.finish_reason, entry)
         if asked.return_token_ids:
             choice |= {"prompt_token_ids": reply.prompt_ids.tolist(), "token_ids": reply.token_ids.tolist()}

@@ -20,6 +20,7 @@ from rollcast.contracts.trajectory import End, Segment, Tokens, Trajectory, Vers
 from rollcast.errors import RolloutError, SessionEnded
 from rollcast_agents.chat import as_chat, key_of
 from rollcast_agents.shown import read_reply
+from rollcast_serving.openai_format import cut_stop_token
 
 __all__ = ["Generate", "RecordingSession"]
 
@@ -277,7 +278,9 @@ class RecordingSession(Session):
         own = None if routed is None else routed[start:]
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
-        message = self._with_call_ids(self._renderer.parse(tokens))
+        ends = set(sampling.stop_token_ids) - set(self._renderer.stop_token_ids)
+        parsed = self._renderer.parse(cut_stop_token(tokens, sequence.finish_reason, ends))
+        message = self._with_call_ids(parsed)
         forms = read_reply(self._renderer, message, tokens, sequence.finish_reason, sampling).forms()
         replies = frozenset(key_of(as_chat(form)) for form in forms)
         leaf.keys = [*(frozenset([key]) for key in context.keys), replies] if context.keys else []

@@ -22,6 +22,7 @@ from rollcast.errors import RequestError
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_errors import answer_errors, error_response
 from rollcast_serving.openai_format import (
+    SampledToken,
     build_answer,
     build_choice,
     cut_stop_token,
@@ -35,6 +36,7 @@ from rollcast_serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     Endpoint,
+    plain_messages,
     read_chat,
     read_completion,
     read_object,
@@ -65,7 +67,9 @@ class _Chat:
         from jinja2.exceptions import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                plain_messages(messages), add_generation_prompt=True, tokenize=False
+            )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
@@ -128,8 +132,11 @@ class _Api:
         ids, reason, chat = list(sequence.token_ids), sequence.finish_reason, isinstance(asked, ChatRequest)
         kept = cut_stop_token(ids, reason, sampling.stop_token_ids)
         text = cut_text(self.chat_model.text(kept), sampling.stop)
-        wants = asked.logprobs is not None and asked.logprobs is not False
-        entry = log_probs_entry(self.chat_model.text, ids, list(sequence.log_probs), text, chat) if wants else None
+        entry = None
+        if asked.wants_log_probs:
+            names = [str(self.chat_model.tokenizer.decode([token])) for token in ids]
+            tokens = list(map(SampledToken, ids, names, map(float, sequence.log_probs)))
+            entry = log_probs_entry(self.chat_model.text, tokens, text, chat)
         shown = {"role": "assistant", "content": text} if chat else text
         choice = build_choice(index, shown, reason, entry)
         return choice | {"token_ids": ids, "weight_versions": list(sequence.weight_versions)}

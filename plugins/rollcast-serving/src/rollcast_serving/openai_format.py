@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
@@ -15,6 +15,7 @@ from rollcast_serving.openai_requests import ChatRequest, CompletionRequest
 from rollcast_serving.stops import TextPieces
 
 __all__ = [
+    "SampledToken",
     "build_answer",
     "build_choice",
     "cut_stop_token",
@@ -24,19 +25,36 @@ __all__ = [
     "send_answer",
 ]
 
+#: An array or a sequence of token ids.
+Ids = TypeVar("Ids", bound=Any)
+
+
+class SampledToken(NamedTuple):
+    """A sampled token.
+
+    Attributes:
+        token_id: its id.
+        name: its text on its own, for log-probs.
+        log_prob: its log-prob.
+    """
+
+    token_id: int
+    name: str
+    log_prob: float
+
 
 def cut_text(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first stop string, which the API leaves out of its answers."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def cut_stop_token(ids: Sequence[int], finish_reason: str, stop_ids: Sequence[int]) -> Sequence[int]:
+def cut_stop_token(ids: Ids, finish_reason: str, stop_ids: Container[int]) -> Ids:
     """Return the ids without the stop token at their end, whose text is not part of an answer."""
     return ids[:-1] if finish_reason == "stop" and len(ids) and int(ids[-1]) in stop_ids else ids
 
 
 def log_probs_entry(
-    decode: Callable[[Sequence[int]], str], ids: Sequence[int], values: Sequence[float], text: str, chat: bool
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[SampledToken], text: str, chat: bool
 ) -> dict[str, Any]:
     """Return a choice's ``logprobs``, with an entry for each sampled token.
 
@@ -44,24 +62,26 @@ def log_probs_entry(
     Tokens that are not part of the text, such as the stop token, have none.
 
     Args:
-        decode: returns the text of token ids.
-        ids: sampled ids.
-        values: their log-probs.
-        text: text of the choice, with which the text of the ids begins.
+        decode: returns the text of token ids, as in the choice.
+        tokens: sampled tokens.
+        text: text of the choice, with which the text of the tokens begins.
         chat: True for the format of chat completions.
     """
-    pieces, left, start = TextPieces.split(decode, ids), len(text), 0
-    offsets, shown = [], []
-    for piece in pieces:
+    start, offsets, shown = 0, [], []
+    for piece in TextPieces.split(decode, [token.token_id for token in tokens]):
         offsets.append(start)
-        shown.append(piece[: left - start])
+        shown.append(piece[: len(text) - start])
         start += len(shown[-1])
-    tokens = [decode([token]) for token in ids]
     if not chat:
-        return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": [token.name for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
     entries = [
-        {"token": token, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
-        for token, value, piece in zip(tokens, values, shown, strict=True)
+        {"token": token.name, "logprob": token.log_prob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for token, piece in zip(tokens, shown, strict=True)
     ]
     return {"content": entries, "refusal": None}
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from referencing import Registry
 
 from rollcast.contracts.renderer import ToolCall
 from rollcast.contracts.rollout import SamplingParams
@@ -28,6 +31,7 @@ __all__ = [
     "Endpoint",
     "Tools",
     "parse_object",
+    "plain_messages",
     "read_chat",
     "read_completion",
     "read_object",
@@ -186,6 +190,17 @@ def _content(value: Any) -> Any:
     return value
 
 
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return valid messages with the text of each content in place of its parts, as chat templates expect it."""
+    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
+
+
+def _text_of(content: str | Sequence[Mapping[str, str]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)
+
+
 def _biases(value: Any) -> Any:
     """Return the API's map of token ids, which are strings in JSON, with numbers."""
     if not isinstance(value, dict) or not all(token.isascii() and token.isdigit() for token in value):
@@ -291,6 +306,7 @@ class _Request(_Model):
     stop: Annotated[list[str], BeforeValidator(_texts)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logit_bias: Annotated[dict[_Token, _Bias], BeforeValidator(_biases)] | None = None
+    logprobs: int | bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     user: str | None = None
@@ -312,6 +328,11 @@ class _Request(_Model):
     def count(self) -> int:
         """Number of choices for each prompt."""
         return self.n or 1
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """True if the answer has log-probs; completions ask for them with the number 0."""
+        return self.logprobs is not None and self.logprobs is not False
 
     @property
     def includes_usage(self) -> bool:
@@ -346,14 +367,18 @@ class Tools:
     Attributes:
         shown: tools that the model sees, in the API's format.
         callable: names of the tools that it may call; None for any name.
+        strict: validators of the arguments of strict functions, by name.
     """
 
     shown: list[dict[str, Any]]
     callable: frozenset[str] | None = None
+    strict: Mapping[str, Draft202012Validator] = field(default_factory=dict)
 
     def allow(self, call: ToolCall) -> bool:
-        """True if the call may be returned."""
-        return self.callable is None or call.name in self.callable
+        """True if the call may be returned; the arguments of a strict function have to fit its schema."""
+        schema = self.strict.get(call.name)
+        is_callable = self.callable is None or call.name in self.callable
+        return is_callable and (schema is None or schema.is_valid(dict(call.arguments)))
 
 
 class ChatRequest(_Request):
@@ -391,8 +416,9 @@ class ChatRequest(_Request):
         choice = self.tool_choice
         if choice == "none" or (not tools and choice in (None, "auto")):
             return Tools(tools, frozenset())
+        strict = _strict_schemas(tools)
         if choice in (None, "auto"):
-            return Tools(tools)
+            return Tools(tools, strict=strict)
         kind = choice.get("type") if isinstance(choice, dict) else choice
         allowed = choice.get("allowed_tools") if kind == "allowed_tools" else None
         mode = allowed.get("mode") if isinstance(allowed, dict) else kind
@@ -410,7 +436,39 @@ class ChatRequest(_Request):
                 "names of the request's tools",
                 "tool_choice",
             )
-        return Tools(shown, frozenset(names))
+        return Tools(shown, frozenset(names), strict)
+
+
+def _strict_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Draft202012Validator]:
+    """Return validators of the arguments of strict functions, by name.
+
+    Raises:
+        ApiError: parameters are not a JSON schema, or refer to another document.
+    """
+    schemas = {}
+    for place, function in enumerate(tool["function"] for tool in tools):
+        if not function.get("strict"):
+            continue
+        schema = function.get("parameters") or {}
+        param = f"tools[{place}].function.parameters"
+        try:
+            Draft202012Validator.check_schema(schema)
+        except SchemaError as error:
+            raise ApiError(f"{param}: {error.message}", param, "invalid_function_parameters") from error
+        if any(not reference.startswith("#") for reference in _references(schema)):
+            raise ApiError(f"{param}: $ref has to begin with #", param, "invalid_function_parameters")
+        # An empty registry, so that nothing is fetched.
+        schemas[function["name"]] = Draft202012Validator(schema, registry=Registry())
+    return schemas
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield the values of ``$ref`` and ``$dynamicRef`` of a schema."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in ("$ref", "$dynamicRef") and isinstance(value, str):
+            yield value
+    for inner in _children(schema):
+        yield from _references(inner)
 
 
 def _allowed_names(allowed: Any) -> set[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "configured_sampling",
     "cut_keys",
     "fit_request",
+    "stop_token_problem",
 ]
 
 #: Sampling parameters that only some rollouts support; see ``RolloutCapabilities.sampling``.
@@ -173,6 +174,7 @@ def check_request(
         raise RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
     problem = (
         _sampling_problem(request)
+        or stop_token_problem(request.sampling.stop_token_ids, limits.vocab_size)
         or _optional_problem(request.sampling, limits)
         or _prompt_problem(prompt, request.sampling.max_tokens, limits)
     )
@@ -196,6 +198,14 @@ def _sampling_problem(request: RolloutRequest) -> str | None:
     if sampling.top_k < -1:
         return f"top_k is {sampling.top_k}, which is not a number of candidates, or -1 or 0 for all"
     return None
+
+
+def stop_token_problem(stop_token_ids: Iterable[int], vocab_size: int) -> str | None:
+    """Return the problem of stop tokens that the model cannot sample; None if there are none."""
+    outside = [token for token in stop_token_ids if not 0 <= token < vocab_size]
+    return (
+        f"stop_token_ids names token id {outside[0]}, and the vocabulary has {vocab_size} tokens" if outside else None
+    )
 
 
 def _optional_problem(sampling: SamplingParams, limits: ModelLimits) -> str | None:
