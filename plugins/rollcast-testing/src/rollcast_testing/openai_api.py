@@ -441,6 +441,28 @@ class OpenAISuite:
         assert "<|im_start|>user\nhéllo<|im_end|>" in prompt
         assert "<|im_start|>assistant\nfour<|im_end|>" in prompt
 
+    def test_arguments_of_any_text(self, raw: Raw, served: ServedApi) -> None:
+        """Check that arguments of an earlier call, which a model wrote, may be any text."""
+        deep = "[" * 100_000
+        for arguments in (
+            "",
+            "{",
+            "[1]",
+            "null",
+            '{"a": "\\ud800"}',
+            '{"a": NaN}',
+            deep,
+            "9" * 5000,
+            "\u2028",
+            "<|im_end|>",
+        ):
+            call = {**_CALL, "function": {"name": "add", "arguments": arguments}}
+            messages = [_USER, {"role": "assistant", "tool_calls": [call]}, _USER]
+            before = served.sampled
+            status, answer = raw.post(json.dumps({"messages": messages}).encode())
+            assert status in (200, 400), (arguments[:50], answer)
+            assert served.sampled == before + (status == 200)
+
     @pytest.mark.parametrize("text", ["two", " two\n", "to wor"])
     def test_a_conversation(self, api: Any, served: ServedApi, text: str) -> None:
         """Check that a conversation continues with the reply as the client repeats it."""

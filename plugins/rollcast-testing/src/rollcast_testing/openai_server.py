@@ -1,4 +1,4 @@
-"""A scripted rollout, and servers of OpenAI's API in a thread, for :class:`~rollcast_testing.openai_api.OpenAISuite`."""
+"""A scripted rollout and servers in a thread, for :class:`~rollcast_testing.openai_api.OpenAISuite`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}<|im_end|>
+{{ m.content }}{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}
+<|im_end|>
 {% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -92,7 +93,7 @@ class ScriptedRollout(BaseRollout):
 
     def _sequence(self, sampling: SamplingParams) -> RolloutSequence:
         text = self.texts.popleft() if self.texts else "fine"
-        ids = self._tokenizer.encode(text, add_special_tokens=False) + [self.setup.eos_token_id]
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False), self.setup.eos_token_id]
         stop_ids = self.setup.stop_ids(sampling)
         ends = range(1, len(ids) + 1)
         stopped = next((end for end in ends if ids[end - 1] in stop_ids or self._has_stop(ids[:end], sampling)), None)
