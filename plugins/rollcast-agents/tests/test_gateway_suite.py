@@ -12,7 +12,7 @@ from rollcast.contracts.rollout import RolloutSetup, SamplingParams
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_agents.session import RecordingSession
-from rollcast_testing import OpenAISuite
+from rollcast_testing.openai_api import OpenAISuite
 from rollcast_testing.openai_server import ScriptedRollout, ServedApi, build_byte_tokenizer, serve_in_thread
 
 

@@ -1,4 +1,4 @@
-"""What clients see of a reply: its text without stop strings, and the calls that a request allows."""
+"""Replies as clients see them: text without stop strings, and the calls that a request allows."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def read_reply(
     return Shown(parsed, raw, cut_text(raw, sampling.stop))
 
 
-def decode(renderer: BaseRenderer, ids: Sequence[int]) -> str:
+def decode(renderer: BaseRenderer, ids: Sequence[int] | Tokens) -> str:
     """Return the text of token ids."""
     return renderer.decode(np.asarray(ids, np.int32))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from rollcast.contracts.trajectory import Tokens
 from rollcast_serving.openai_errors import model_not_found
 from rollcast_serving.openai_requests import ChatRequest, CompletionRequest
 from rollcast_serving.stops import TextPieces
@@ -25,8 +26,7 @@ __all__ = [
     "send_answer",
 ]
 
-#: An array or a sequence of token ids.
-Ids = TypeVar("Ids", bound=Any)
+Ids = TypeVar("Ids", Tokens, list[int])
 
 
 class SampledToken(NamedTuple):
@@ -50,7 +50,8 @@ def cut_text(text: str, stops: Sequence[str]) -> str:
 
 def cut_stop_token(ids: Ids, finish_reason: str, stop_ids: Container[int]) -> Ids:
     """Return the ids without the stop token at their end, whose text is not part of an answer."""
-    return ids[:-1] if finish_reason == "stop" and len(ids) and int(ids[-1]) in stop_ids else ids
+    kept: Ids = ids[:-1] if finish_reason == "stop" and len(ids) and int(ids[-1]) in stop_ids else ids
+    return kept
 
 
 def log_probs_entry(

@@ -17,6 +17,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from rollcast.contracts.renderer import ToolCall
 from rollcast.contracts.rollout import SamplingParams
@@ -97,7 +99,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
-        ApiError: the body is not a JSON object.
+        ApiError: the body cannot be read, or is not a JSON object.
     """
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise ApiError(
@@ -105,7 +107,10 @@ async def read_object(request: web.Request) -> dict[str, Any]:
             code="unsupported_content_type",
             status=415,
         )
-    return parse_object(await request.read())
+    try:
+        return parse_object(await request.read())
+    except web.RequestPayloadError as error:
+        raise ApiError("the body cannot be read: it is incomplete, or not in its content encoding") from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -376,9 +381,13 @@ class Tools:
 
     def allow(self, call: ToolCall) -> bool:
         """True if the call may be returned; the arguments of a strict function have to fit its schema."""
+        if self.callable is not None and call.name not in self.callable:
+            return False
         schema = self.strict.get(call.name)
-        is_callable = self.callable is None or call.name in self.callable
-        return is_callable and (schema is None or schema.is_valid(dict(call.arguments)))
+        try:
+            return schema is None or bool(schema.is_valid(dict(call.arguments)))
+        except RecursionError:
+            return False  # a schema that refers to itself alone fits nothing
 
 
 class ChatRequest(_Request):
@@ -443,27 +452,29 @@ def _strict_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Draft202012
     """Return validators of the arguments of strict functions, by name.
 
     Raises:
-        ApiError: parameters are not a JSON schema, or refer to another document.
+        ApiError: parameters are not a JSON schema, or refer to something outside it.
     """
     schemas = {}
     for place, function in enumerate(tool["function"] for tool in tools):
         if not function.get("strict"):
             continue
         schema = function.get("parameters") or {}
-        param = f"tools[{place}].function.parameters"
+        resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
         try:
             Draft202012Validator.check_schema(schema)
-        except SchemaError as error:
-            raise ApiError(f"{param}: {error.message}", param, "invalid_function_parameters") from error
-        if any(not reference.startswith("#") for reference in _references(schema)):
-            raise ApiError(f"{param}: $ref has to begin with #", param, "invalid_function_parameters")
+            for reference in _references(schema):
+                resolver.lookup(reference)
+        except (SchemaError, Unresolvable) as error:
+            param = f"tools[{place}].function.parameters"
+            reason = error.message if isinstance(error, SchemaError) else f"there is no {error.ref!r}"
+            raise ApiError(f"{param}: {reason}", param, "invalid_function_parameters") from error
         # An empty registry, so that nothing is fetched.
         schemas[function["name"]] = Draft202012Validator(schema, registry=Registry())
     return schemas
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Yield the values of ``$ref`` and ``$dynamicRef`` of a schema."""
+    """Yield the references of a schema."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
         if key in ("$ref", "$dynamicRef") and isinstance(value, str):
             yield value
@@ -474,12 +485,14 @@ def _references(schema: Any) -> Iterator[str]:
 def _allowed_names(allowed: Any) -> set[str]:
     """Return the names of an ``allowed_tools`` object; empty if it is malformed."""
     tools = allowed.get("tools") if isinstance(allowed, dict) and allowed.get("mode") == "auto" else None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return set()
-    functions = [tool.get("function") for tool in tools if tool.get("type") == "function"]
-    names = {function.get("name") for function in functions if isinstance(function, dict)}
-    is_valid = len(functions) == len(tools) and all(isinstance(name, str) for name in names)
-    return names if is_valid else set()
+    names: set[str] = set()
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            return set()
+        names.add(name)
+    return names
 
 
 class CompletionRequest(_Request):

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rollcast_testing.kl_penalty import KlPenaltySuite as KlPenaltySuite
     from rollcast_testing.mapping import CostModelSuite as CostModelSuite
     from rollcast_testing.mapping import PlannerSuite as PlannerSuite
-    from rollcast_testing.openai_api import OpenAISuite as OpenAISuite
     from rollcast_testing.optimizer import OptimizerSuite as OptimizerSuite
     from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
     from rollcast_testing.preprocessor import PreprocessorSuite as PreprocessorSuite
@@ -59,7 +58,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "health": ["HealthCheckSuite"],
         "kl_penalty": ["KlControllerSuite", "KlPenaltySuite"],
         "mapping": ["CostModelSuite", "PlannerSuite"],
-        "openai_api": ["OpenAISuite"],
         "optimizer": ["OptimizerSuite"],
         "policy_loss": ["PolicyLossSuite"],
         "preprocessor": ["PreprocessorSuite"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -229,9 +230,8 @@ class OpenAISuite:
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls) -> Iterator[ServedApi]:
-        """Yield the server under test; override it."""
+        """Return the server under test; override it."""
         pytest.fail(f"{cls.__name__} needs a fixture served, a running server")
-        yield
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -638,8 +638,9 @@ class OpenAISuite:
         assert self.chat(api, served, self.say_call(a=1), tools=[strict]).choices[0].message.tool_calls
         message = self.chat(api, served, self.say_call(a="x"), tools=[strict]).choices[0].message
         assert (message.tool_calls, message.content) == (None, self.say_call(a="x"))
-        wrong = {**strict, "function": {**strict["function"], "parameters": {"type": "no such type"}}}  # type: ignore[dict-item]
-        self.refuse(openai, served, lambda: self.chat(api, served, tools=[wrong]), "tools")
+        for parameters in ({"type": "no such type"}, {"$ref": "#/$defs/none"}, {"$ref": "http://127.0.0.1:9/schema"}):
+            wrong = {**strict, "function": {**strict["function"], "parameters": parameters}}  # type: ignore[dict-item]
+            self.refuse(openai, served, partial(self.chat, api, served, tools=[wrong]), "tools")
 
     # ---- models and HTTP ----
 

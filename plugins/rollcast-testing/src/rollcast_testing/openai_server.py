@@ -51,7 +51,8 @@ def build_byte_tokenizer(folder: Path) -> Any:
     inner = Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer = fast(
         tokenizer_object=inner,
         eos_token=_SPECIAL[2],
         pad_token=_SPECIAL[0],
