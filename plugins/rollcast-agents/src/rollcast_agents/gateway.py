@@ -27,6 +27,7 @@ from rollcast.errors import RequestError
 from rollcast_agents.chat import as_chat
 from rollcast_agents.retries import Answers, is_gone
 from rollcast_agents.shown import Shown, decode, read_reply
+from rollcast_serving.openai_bodies import MAX_BODY, read_object
 from rollcast_serving.openai_errors import ApiError, answer_errors, error_response
 from rollcast_serving.openai_format import (
     SampledToken,
@@ -36,15 +37,8 @@ from rollcast_serving.openai_format import (
     models_response,
     send_answer,
 )
-from rollcast_serving.openai_requests import (
-    MAX_BODY,
-    ChatRequest,
-    CompletionRequest,
-    Endpoint,
-    read_chat,
-    read_completion,
-    read_object,
-)
+from rollcast_serving.openai_requests import ChatRequest, CompletionRequest, Endpoint, read_chat, read_completion
+from rollcast_serving.openai_tools import read_tools
 
 __all__ = ["Access", "Gateway"]
 
@@ -181,7 +175,7 @@ class Gateway:
     # ---- samples ----
 
     async def _sample_chat(self, asked: ChatRequest, body: Mapping[str, Any], client: _Client) -> dict[str, Any]:
-        messages, tools = body["messages"], asked.read_tools(body.get("tools") or [])
+        messages, tools = body["messages"], read_tools(asked.tool_choice, body.get("tools") or [])
         sampling = asked.sampling(client.sampling)
         replies = await self._replies(client, messages, tools.shown, sampling, asked.count)
         choices, seen = [], []

@@ -20,6 +20,7 @@ from aiohttp import web
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.errors import RequestError
 from rollcast_serving.engine_watch import EngineWatch
+from rollcast_serving.openai_bodies import MAX_BODY, read_object
 from rollcast_serving.openai_errors import answer_errors, error_response
 from rollcast_serving.openai_format import (
     SampledToken,
@@ -31,16 +32,8 @@ from rollcast_serving.openai_format import (
     models_response,
     send_answer,
 )
-from rollcast_serving.openai_requests import (
-    MAX_BODY,
-    ChatRequest,
-    CompletionRequest,
-    Endpoint,
-    plain_messages,
-    read_chat,
-    read_completion,
-    read_object,
-)
+from rollcast_serving.openai_messages import plain_messages
+from rollcast_serving.openai_requests import ChatRequest, CompletionRequest, Endpoint, read_chat, read_completion
 from rollcast_serving.server import Handler, check_token
 
 __all__ = ["build_openai_app"]

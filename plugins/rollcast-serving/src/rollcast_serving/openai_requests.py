@@ -7,41 +7,27 @@ values that change nothing, such as ``"response_format": {"type": "text"}``.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from aiohttp import web
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollcast.contracts.renderer import ToolCall
 from rollcast.contracts.rollout import SamplingParams
 from rollcast_serving.openai_errors import ApiError, model_not_found
+from rollcast_serving.openai_messages import ApiMessage, StrictModel
+from rollcast_serving.openai_tools import ApiTool, read_tools
 
 __all__ = [
     "CHAT_PARAMETERS",
     "COMPLETION_PARAMETERS",
-    "MAX_BODY",
     "ChatRequest",
     "CompletionRequest",
     "Endpoint",
-    "Tools",
-    "parse_object",
-    "plain_messages",
     "read_chat",
     "read_completion",
-    "read_object",
 ]
 
-#: Largest size of a request's body in bytes.
-MAX_BODY = 64 * 2**20
-_MAX_DEPTH = 100
 _MAX_STOPS = 4
 _SHOWN = 80
 
@@ -92,78 +78,6 @@ class Endpoint:
     several_prompts: bool = True
 
 
-# ---- bodies ----
-
-
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object of a request.
-
-    Raises:
-        ApiError: the body cannot be read, or is not a JSON object.
-    """
-    if "Content-Type" in request.headers and request.content_type != "application/json":
-        raise ApiError(
-            f"the content type is {request.content_type!r}; it has to be 'application/json'",
-            code="unsupported_content_type",
-            status=415,
-        )
-    try:
-        return parse_object(await request.read())
-    except web.RequestPayloadError as error:
-        raise ApiError("the body cannot be read: it is incomplete, or not in its content encoding") from error
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object that a body is.
-
-    Raises:
-        ApiError: the body is not an object in JSON of RFC 8259 and UTF-8, names a key twice, or is nested too deeply.
-    """
-    try:
-        value = json.loads(
-            body.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
-        )
-        if b"\\u" in body:
-            json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError("the body has to be a JSON object", code="invalid_json")
-    level, depth = list(value.values()), 1
-    while level:
-        depth += 1
-        level = [inner for outer in level for inner in _children(outer)]
-        if depth > _MAX_DEPTH:
-            raise ApiError(f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
-    return value
-
-
-def _children(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:_SHOWN]} is too large")
-    return value
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {twice[:_SHOWN]!r} twice")
-    return value
-
-
 # ---- values ----
 
 
@@ -175,35 +89,6 @@ def _texts(value: Any) -> Any:
     if len(texts) > _MAX_STOPS:
         raise ValueError(f"has {len(texts)} stop strings; at most {_MAX_STOPS} are possible")
     return texts
-
-
-def _content(value: Any) -> Any:
-    """Return a message's content if it is text or a list of text parts."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("has to be a string or a list of parts")
-    for part in value:
-        if not isinstance(part, dict):
-            raise ValueError("has a part that is not an object")
-        kind = part.get("type")
-        key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ValueError(f"has a part of type {kind!r:.{_SHOWN}}; this endpoint supports text only")
-        if not isinstance(part.get(key), str):
-            raise ValueError(f"has a part without the string {key!r}")
-    return value
-
-
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return valid messages with the text of each content in place of its parts, as chat templates expect it."""
-    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
-
-
-def _text_of(content: str | Sequence[Mapping[str, str]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)
 
 
 def _biases(value: Any) -> Any:
@@ -238,69 +123,12 @@ _Metadata = Annotated[
 ]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _CalledFunction(_Model):
-    name: str
-    arguments: str
-
-
-class _Call(BaseModel):
-    """A call of an earlier reply. Clients add keys, such as the ``index`` of a stream's pieces."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    id: str
-    type: Literal["function"]
-    function: _CalledFunction
-
-
-class _Message(BaseModel):
-    """A message. The chat template reads it with its further keys, such as ``reasoning_content``."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, BeforeValidator(_content)] = None
-    name: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-    audio: None = None
-    function_call: None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> _Message:
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("has the role 'tool' and needs a tool_call_id")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"has tool_calls; only a message of the role 'assistant' can have them, not {self.role!r}")
-        if self.content is None and not self.tool_calls and self.refusal is None:
-            raise ValueError("needs content")
-        return self
-
-
-class _Function(_Model):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(_Model):
-    type: Literal["function"]
-    function: _Function
-
-
-class _StreamOptions(_Model):
+class _StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class _Request(_Model):
+class _Request(StrictModel):
     """Parameters of chat completions and completions, and the extensions of this endpoint."""
 
     model: str | None = None
@@ -365,36 +193,11 @@ class _Request(_Model):
         return replace(default, **values, stop=stops, stop_token_ids=stop_ids, n=1)
 
 
-@dataclass(frozen=True)
-class Tools:
-    """Tools of a chat request.
-
-    Attributes:
-        shown: tools that the model sees, in the API's format.
-        callable: names of the tools that it may call; None for any name.
-        strict: validators of the arguments of strict functions, by name.
-    """
-
-    shown: list[dict[str, Any]]
-    callable: frozenset[str] | None = None
-    strict: Mapping[str, Draft202012Validator] = field(default_factory=dict)
-
-    def allow(self, call: ToolCall) -> bool:
-        """True if the call may be returned; the arguments of a strict function have to fit its schema."""
-        if self.callable is not None and call.name not in self.callable:
-            return False
-        schema = self.strict.get(call.name)
-        try:
-            return schema is None or bool(schema.is_valid(dict(call.arguments)))
-        except RecursionError:
-            return False  # a schema that refers to itself alone fits nothing
-
-
 class ChatRequest(_Request):
     """A valid request for chat completions."""
 
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[_Tool] | None = Field(None, max_length=128)
+    messages: list[ApiMessage] = Field(min_length=1)
+    tools: list[ApiTool] | None = Field(None, max_length=128)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -412,87 +215,6 @@ class ChatRequest(_Request):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def read_tools(self, tools: list[dict[str, Any]]) -> Tools:
-        """Return the tools that the model sees, and those that it may call.
-
-        Args:
-            tools: the request's tools, as sent.
-
-        Raises:
-            ApiError: ``tool_choice`` forces a call, which would need constrained sampling, or is malformed.
-        """
-        choice = self.tool_choice
-        if choice == "none" or (not tools and choice in (None, "auto")):
-            return Tools(tools, frozenset())
-        strict = _strict_schemas(tools)
-        if choice in (None, "auto"):
-            return Tools(tools, strict=strict)
-        kind = choice.get("type") if isinstance(choice, dict) else choice
-        allowed = choice.get("allowed_tools") if kind == "allowed_tools" else None
-        mode = allowed.get("mode") if isinstance(allowed, dict) else kind
-        if "required" in (kind, mode) or kind in ("function", "custom"):
-            raise ApiError(
-                f"tool_choice {kind!r} is not supported: nothing forces the model to call a tool; use 'auto'",
-                "tool_choice",
-                "unsupported_value",
-            )
-        names = _allowed_names(allowed)
-        shown = [tool for tool in tools if tool["function"]["name"] in names]
-        if not names or len(shown) < len(names):
-            raise ApiError(
-                "tool_choice has to be 'none', 'auto', or an object of type 'allowed_tools' with the mode 'auto' and "
-                "names of the request's tools",
-                "tool_choice",
-            )
-        return Tools(shown, frozenset(names), strict)
-
-
-def _strict_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Draft202012Validator]:
-    """Return validators of the arguments of strict functions, by name.
-
-    Raises:
-        ApiError: parameters are not a JSON schema, or refer to something outside it.
-    """
-    schemas = {}
-    for place, function in enumerate(tool["function"] for tool in tools):
-        if not function.get("strict"):
-            continue
-        schema = function.get("parameters") or {}
-        resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-        try:
-            Draft202012Validator.check_schema(schema)
-            for reference in _references(schema):
-                resolver.lookup(reference)
-        except (SchemaError, Unresolvable) as error:
-            param = f"tools[{place}].function.parameters"
-            reason = error.message if isinstance(error, SchemaError) else f"there is no {error.ref!r}"
-            raise ApiError(f"{param}: {reason}", param, "invalid_function_parameters") from error
-        # An empty registry, so that nothing is fetched.
-        schemas[function["name"]] = Draft202012Validator(schema, registry=Registry())
-    return schemas
-
-
-def _references(schema: Any) -> Iterator[str]:
-    """Yield the references of a schema."""
-    for key, value in schema.items() if isinstance(schema, dict) else ():
-        if key in ("$ref", "$dynamicRef") and isinstance(value, str):
-            yield value
-    for inner in _children(schema):
-        yield from _references(inner)
-
-
-def _allowed_names(allowed: Any) -> set[str]:
-    """Return the names of an ``allowed_tools`` object; empty if it is malformed."""
-    tools = allowed.get("tools") if isinstance(allowed, dict) and allowed.get("mode") == "auto" else None
-    names: set[str] = set()
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            return set()
-        names.add(name)
-    return names
 
 
 class CompletionRequest(_Request):
@@ -532,7 +254,7 @@ def read_chat(body: Mapping[str, Any], endpoint: Endpoint) -> ChatRequest:
             "parallel_tool_calls",
             "unsupported_value",
         )
-    request.read_tools(body.get("tools") or [])
+    read_tools(request.tool_choice, body.get("tools") or [])
     return request
 
 
