@@ -16,151 +16,21 @@ from urllib.parse import urlsplit
 import pytest
 
 from rollcast_testing.openai_bodies import changed_bodies, malformed_bodies
+from rollcast_testing.openai_cases import (
+    ACCEPTED,
+    ADD,
+    BAD_MESSAGES,
+    CALL,
+    MALFORMED,
+    REFUSED,
+    REFUSED_COMPLETIONS,
+    SUB,
+    TEXT,
+    USER,
+)
 from rollcast_testing.openai_server import ServedApi
 
 __all__ = ["OpenAISuite", "Raw"]
-
-_USER = {"role": "user", "content": "hello"}
-_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-_ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": _PARAMETERS}}
-_SUB = {"type": "function", "function": {"name": "sub", "parameters": _PARAMETERS}}
-_CALL = {"id": "call_x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-_TEXT = "né€ 😀!"
-
-#: Values that a chat completion accepts, since they change nothing or are honoured elsewhere.
-_ACCEPTED: Mapping[str, Mapping[str, Any]] = {
-    "frequency_penalty=0": {"frequency_penalty": 0},
-    "logit_bias={}": {"logit_bias": {}},
-    "logprobs=false": {"logprobs": False},
-    "max_completion_tokens": {"max_completion_tokens": 50},
-    "max_tokens": {"max_tokens": 50},
-    "metadata": {"metadata": {"run": "a"}},
-    "modalities=text": {"modalities": ["text"]},
-    "n=1": {"n": 1},
-    "nothing": {},
-    "null": {"extra_body": dict.fromkeys(("stop", "temperature", "seed", "logit_bias", "tools", "stream_options"))},
-    "presence_penalty=0": {"presence_penalty": 0.0},
-    "prompt_cache_key": {"prompt_cache_key": "k"},
-    "response_format=text": {"response_format": {"type": "text"}},
-    "safety_identifier": {"safety_identifier": "s"},
-    "service_tier=auto": {"service_tier": "auto"},
-    "service_tier=default": {"service_tier": "default"},
-    "stop=[]": {"stop": []},
-    "store=false": {"store": False},
-    "stream=false": {"stream": False},
-    "temperature=0": {"temperature": 0},
-    "temperature=2": {"temperature": 2},
-    "tool_choice=none": {"tool_choice": "none"},
-    "top_logprobs=0": {"logprobs": True, "top_logprobs": 0},
-    "top_p=1": {"top_p": 1},
-    "user": {"user": "u"},
-    "verbosity=medium": {"verbosity": "medium"},
-}
-#: Values that a chat completion refuses, with the parameter that the error names.
-_REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
-    "frequency_penalty=1": ({"frequency_penalty": 1.0}, "frequency_penalty"),
-    "frequency_penalty=3": ({"frequency_penalty": 3}, "frequency_penalty"),
-    "function_call": ({"function_call": "auto"}, "function_call"),
-    "functions": ({"functions": [{"name": "add"}]}, "functions"),
-    "logit_bias of text": ({"logit_bias": {"a": 1}}, "logit_bias"),
-    "logit_bias too large": ({"logit_bias": {"5": 101}}, "logit_bias"),
-    "max_completion_tokens=0": ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    "max_tokens and max_completion_tokens": ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
-    "max_tokens=-1": ({"max_tokens": -1}, "max_tokens"),
-    "max_tokens=0": ({"max_tokens": 0}, "max_tokens"),
-    "metadata of numbers": ({"metadata": {"a": 1}}, "metadata"),
-    "modalities=audio": ({"modalities": ["text", "audio"]}, "modalities"),
-    "moderation": ({"moderation": {"model": "m"}}, "moderation"),
-    "n=0": ({"n": 0}, "n"),
-    "n=129": ({"n": 129}, "n"),
-    "prediction": ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
-    "presence_penalty=-1": ({"presence_penalty": -1.0}, "presence_penalty"),
-    "reasoning_effort": ({"reasoning_effort": "low"}, "reasoning_effort"),
-    "response_format=json_object": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "response_format=json_schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}},
-        "response_format",
-    ),
-    "service_tier=flex": ({"service_tier": "flex"}, "service_tier"),
-    "stop of five": ({"stop": list("abcde")}, "stop"),
-    "stop of nothing": ({"stop": ""}, "stop"),
-    "stop of numbers": ({"stop": [1]}, "stop"),
-    "store=true": ({"store": True}, "store"),
-    "stream_options without stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
-    "temperature=-1": ({"temperature": -1}, "temperature"),
-    "temperature=2.1": ({"temperature": 2.1}, "temperature"),
-    "temperature=hot": ({"temperature": "hot"}, "temperature"),
-    "tool_choice=function": (
-        {"tools": [_ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        "tool_choice",
-    ),
-    "tool_choice=required": ({"tools": [_ADD], "tool_choice": "required"}, "tool_choice"),
-    "tool_choice of another tool": (
-        {
-            "tools": [_ADD],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "no"}}]},
-            },
-        },
-        "tool_choice",
-    ),
-    "tools of custom type": ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools"),
-    "tools with a bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    "parallel_tool_calls=false": ({"tools": [_ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
-    "top_logprobs=5": ({"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
-    "top_logprobs=21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "top_p=-0.1": ({"top_p": -0.1}, "top_p"),
-    "top_p=7": ({"top_p": 7}, "top_p"),
-    "unknown parameter": ({"extra_body": {"no_such": 1}}, "no_such"),
-    "verbosity=low": ({"verbosity": "low"}, "verbosity"),
-    "web_search_options": ({"web_search_options": {}}, "web_search_options"),
-}
-#: Messages that are refused.
-_BAD_MESSAGES: Mapping[str, Any] = {
-    "none": [],
-    "unknown role": [{"role": "king", "content": "a"}],
-    "without content": [{"role": "user"}],
-    "content is a number": [{"role": "user", "content": 5}],
-    "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-    "audio": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}],
-    "a tool's result without its call": [_USER, {"role": "tool", "content": "4"}],
-    "arguments are an object": [
-        _USER,
-        {"role": "assistant", "tool_calls": [{**_CALL, "function": {"name": "add", "arguments": {"a": 1}}}]},
-    ],
-}
-#: Parameters of completions that are refused, with the parameter that the error names.
-_REFUSED_COMPLETIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "best_of": ({"best_of": 2}, "best_of"),
-    "echo": ({"echo": True}, "echo"),
-    "logprobs=5": ({"logprobs": 5}, "logprobs"),
-    "max_tokens=0": ({"max_tokens": 0}, "max_tokens"),
-    "prompt is an object": ({"prompt": {"a": 1}}, "prompt"),
-    "prompt id above int32": ({"prompt": [2**31]}, "prompt"),
-    "prompt id below 0": ({"prompt": [-1]}, "prompt"),
-    "prompt of nothing": ({"prompt": []}, "prompt"),
-    "prompt of mixed types": ({"prompt": [1, "a"]}, "prompt"),
-    "suffix": ({"suffix": "end"}, "suffix"),
-    "tools": ({"extra_body": {"tools": [_ADD]}}, "tools"),
-}
-#: Bodies that are not JSON objects.
-_MALFORMED: Mapping[str, bytes] = {
-    "empty": b"",
-    "not JSON": b"hello",
-    "an array": b"[]",
-    "cut": b'{"model": "policy", "messages": [',
-    "a key twice": b'{"model": "policy", "model": "policy", "messages": [{"role": "user", "content": "a"}]}',
-    "NaN": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
-    "Infinity": b'{"messages": [{"role": "user", "content": "a"}], "temperature": Infinity}',
-    "1e999": b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
-    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
-    "UTF-16": '{"messages": [{"role": "user", "content": "a"}]}'.encode("utf-16"),
-    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a huge number": b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}",
-}
 
 
 class Raw:
@@ -260,7 +130,7 @@ class OpenAISuite:
     def chat(self, api: Any, served: ServedApi, *texts: str, **params: Any) -> Any:
         """Return a chat completion in which the model says some texts."""
         served.say(*texts)
-        return api.chat.completions.create(**{"model": served.model, "messages": [_USER], **params})
+        return api.chat.completions.create(**{"model": served.model, "messages": [USER], **params})
 
     def refuse(self, openai: Any, served: ServedApi, call: Any, param: str | None, status: int = 400) -> Any:
         """Check that a call is refused, with an error that names a parameter, and samples nothing; return the error."""
@@ -284,29 +154,29 @@ class OpenAISuite:
         assert set(chats.CompletionCreateParamsBase.__annotations__) <= CHAT_PARAMETERS
         assert set(completions.CompletionCreateParamsBase.__annotations__) <= COMPLETION_PARAMETERS
 
-    @pytest.mark.parametrize("name", _ACCEPTED)
+    @pytest.mark.parametrize("name", ACCEPTED)
     def test_accepted(self, api: Any, served: ServedApi, name: str) -> None:
         """Check values that change nothing."""
-        answer = self.chat(api, served, **_ACCEPTED[name])
+        answer = self.chat(api, served, **ACCEPTED[name])
         assert answer.choices[0].message.content == "fine"
 
-    @pytest.mark.parametrize("name", _REFUSED)
+    @pytest.mark.parametrize("name", REFUSED)
     def test_refused(self, openai: Any, api: Any, served: ServedApi, name: str) -> None:
         """Check values that no server without constrained sampling can honour, or that the reference excludes."""
-        params, param = _REFUSED[name]
+        params, param = REFUSED[name]
         if "tools" in params and not self.has_tools:
             param = "tools"
         self.refuse(openai, served, lambda: self.chat(api, served, **params), param)
 
-    @pytest.mark.parametrize("name", _BAD_MESSAGES)
+    @pytest.mark.parametrize("name", BAD_MESSAGES)
     def test_refused_messages(self, openai: Any, api: Any, served: ServedApi, name: str) -> None:
         """Check conversations that the reference excludes."""
-        self.refuse(openai, served, lambda: self.chat(api, served, messages=_BAD_MESSAGES[name]), "messages")
+        self.refuse(openai, served, lambda: self.chat(api, served, messages=BAD_MESSAGES[name]), "messages")
 
-    @pytest.mark.parametrize("name", _REFUSED_COMPLETIONS)
+    @pytest.mark.parametrize("name", REFUSED_COMPLETIONS)
     def test_refused_completions(self, openai: Any, api: Any, served: ServedApi, name: str) -> None:
         """Check parameters of completions that are refused."""
-        params, param = _REFUSED_COMPLETIONS[name]
+        params, param = REFUSED_COMPLETIONS[name]
         asked = {"model": served.model, "prompt": "a", **params}
         self.refuse(openai, served, lambda: api.completions.create(**asked), param)
 
@@ -394,17 +264,17 @@ class OpenAISuite:
 
     def test_chat_completion(self, api: Any, served: ServedApi) -> None:
         """Check the fields of an answer."""
-        answer = self.chat(api, served, _TEXT)
+        answer = self.chat(api, served, TEXT)
         assert answer.object == "chat.completion"
         assert answer.id.startswith("chatcmpl-")
         assert answer.model == served.model
         assert isinstance(answer.created, int)
         (choice,) = answer.choices
         assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
-        assert (choice.message.role, choice.message.content, choice.message.refusal) == ("assistant", _TEXT, None)
+        assert (choice.message.role, choice.message.content, choice.message.refusal) == ("assistant", TEXT, None)
         assert choice.message.tool_calls is None
         usage = answer.usage
-        assert usage.completion_tokens == len(_TEXT.encode()) + 1
+        assert usage.completion_tokens == len(TEXT.encode()) + 1
         assert usage.prompt_tokens > 0
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         assert self.chat(api, served).id != answer.id
@@ -416,7 +286,7 @@ class OpenAISuite:
     @pytest.mark.parametrize("stop", [None, " "])
     def test_log_probs(self, api: Any, served: ServedApi, stop: str | None) -> None:
         """Check that there is an entry for each token, and that the bytes join to the text."""
-        answer = self.chat(api, served, _TEXT, logprobs=True, stop=stop)
+        answer = self.chat(api, served, TEXT, logprobs=True, stop=stop)
         (choice,) = answer.choices
         entries = choice.logprobs.content
         assert len(entries) == answer.usage.completion_tokens
@@ -430,10 +300,10 @@ class OpenAISuite:
             {"role": "developer", "content": "Be brief."},
             {"role": "system", "content": "Be kind.", "name": "sys"},
             {"role": "user", "content": parts, "name": "ann"},
-            {"role": "assistant", "content": None, "tool_calls": [_CALL], "refusal": None},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
             {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "call_x"},
             {"role": "assistant", "content": [{"type": "text", "text": "four"}]},
-            _USER,
+            USER,
         ]
         assert self.chat(api, served, messages=messages).choices[0].message.content == "fine"
         prompt = served.rollout._tokenizer.decode(served.rollout.requests[-1].prompt_ids)
@@ -456,8 +326,8 @@ class OpenAISuite:
             "\u2028",
             "<|im_end|>",
         ):
-            call = {**_CALL, "function": {"name": "add", "arguments": arguments}}
-            messages = [_USER, {"role": "assistant", "tool_calls": [call]}, _USER]
+            call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+            messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
             before = served.sampled
             status, answer = raw.post(json.dumps({"messages": messages}).encode())
             assert status in (200, 400), (arguments[:50], answer)
@@ -467,19 +337,19 @@ class OpenAISuite:
     def test_a_conversation(self, api: Any, served: ServedApi, text: str) -> None:
         """Check that a conversation continues with the reply as the client repeats it."""
         first = self.chat(api, served, text, stop="wor").choices[0].message.model_dump(exclude_none=True)
-        assert self.chat(api, served, messages=[_USER, first, _USER]).choices[0].message.content == "fine"
+        assert self.chat(api, served, messages=[USER, first, USER]).choices[0].message.content == "fine"
 
     # ---- streams ----
 
     def test_stream(self, api: Any, served: ServedApi) -> None:
         """Check the events of a stream: one id, the role first, the reason last, and no usage."""
-        events = list(self.chat(api, served, _TEXT, stream=True))
+        events = list(self.chat(api, served, TEXT, stream=True))
         assert {(event.object, event.id, event.model) for event in events} == {
             ("chat.completion.chunk", events[0].id, served.model)
         }
         deltas = [choice.delta for event in events for choice in event.choices]
         assert deltas[0].role == "assistant"
-        assert "".join(delta.content or "" for delta in deltas) == _TEXT
+        assert "".join(delta.content or "" for delta in deltas) == TEXT
         reasons = [choice.finish_reason for event in events for choice in event.choices]
         assert reasons[-1] == "stop"
         assert set(reasons[:-1]) == {None}
@@ -502,7 +372,7 @@ class OpenAISuite:
 
     def test_stream_is_an_event_stream(self, raw: Raw, served: ServedApi) -> None:
         """Check the content type and the end of a stream."""
-        body = {"model": served.model, "messages": [_USER], "stream": True}
+        body = {"model": served.model, "messages": [USER], "stream": True}
         connection = raw._connection
         own = {"Authorization": f"Bearer {served.api_key}", "Content-Type": "application/json"}
         connection.request("POST", f"{raw._path}/chat/completions", json.dumps(body), own)
@@ -521,11 +391,11 @@ class OpenAISuite:
     def test_completion(self, api: Any, served: ServedApi) -> None:
         """Check the fields of a completion, for a text and for token ids."""
         for prompt in ("a", [5, 6, 7], [[5, 6]], ["a"]):
-            served.say(_TEXT)
+            served.say(TEXT)
             answer = api.completions.create(model=served.model, prompt=prompt, logprobs=0)
             (choice,) = answer.choices
-            assert (answer.object, choice.text, choice.finish_reason) == ("text_completion", _TEXT, "stop")
-            assert answer.usage.completion_tokens == len(choice.logprobs.tokens) == len(_TEXT.encode()) + 1
+            assert (answer.object, choice.text, choice.finish_reason) == ("text_completion", TEXT, "stop")
+            assert answer.usage.completion_tokens == len(choice.logprobs.tokens) == len(TEXT.encode()) + 1
             offsets = choice.logprobs.text_offset
             assert offsets[0] == 0
             assert offsets == sorted(offsets)
@@ -539,12 +409,12 @@ class OpenAISuite:
 
     def test_completion_stream(self, api: Any, served: ServedApi) -> None:
         """Check the events of a completion's stream."""
-        served.say(_TEXT)
+        served.say(TEXT)
         events = list(
             api.completions.create(model=served.model, prompt="a", stream=True, stream_options={"include_usage": True})
         )
-        assert "".join(choice.text for event in events for choice in event.choices) == _TEXT
-        assert events[-1].usage.completion_tokens == len(_TEXT.encode()) + 1
+        assert "".join(choice.text for event in events for choice in event.choices) == TEXT
+        assert events[-1].usage.completion_tokens == len(TEXT.encode()) + 1
 
     # ---- tools ----
 
@@ -555,11 +425,11 @@ class OpenAISuite:
     def test_tools(self, openai: Any, api: Any, served: ServedApi) -> None:
         """Check that tools are offered and called, or refused."""
         if not self.has_tools:
-            self.refuse(openai, served, lambda: self.chat(api, served, tools=[_ADD]), "tools")
+            self.refuse(openai, served, lambda: self.chat(api, served, tools=[ADD]), "tools")
             return
         for stream in (False, True):
             text = "Let me see." + self.say_call(a=1) + self.say_call(a=2)
-            answer = self.chat(api, served, text, tools=[_ADD], stream=stream)
+            answer = self.chat(api, served, text, tools=[ADD], stream=stream)
             if stream:
                 choices = [choice for event in answer for choice in event.choices]
                 calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
@@ -576,22 +446,22 @@ class OpenAISuite:
         """Check that no two calls of a conversation have one id."""
         if not self.has_tools:
             pytest.skip("the server has no tools")
-        messages: list[Any] = [_USER]
+        messages: list[Any] = [USER]
         ids: list[str] = []
         for _ in range(3):
             text = self.say_call(a=1) + self.say_call(a=2)
-            message = self.chat(api, served, text, messages=messages, tools=[_ADD]).choices[0].message
+            message = self.chat(api, served, text, messages=messages, tools=[ADD]).choices[0].message
             ids += [call.id for call in message.tool_calls]
             results = [{"role": "tool", "content": "4", "tool_call_id": call.id} for call in message.tool_calls]
             messages += [message.model_dump(exclude_none=True), *results]
         ids += [
             call.id
-            for choice in self.chat(api, served, text, text, tools=[_ADD], n=2).choices
+            for choice in self.chat(api, served, text, text, tools=[ADD], n=2).choices
             for call in choice.message.tool_calls
         ]
         assert len(ids) == len(set(ids)) == 10
 
-    @pytest.mark.parametrize("params", [{}, {"tools": [_ADD], "tool_choice": "none"}], ids=["no tools", "none"])
+    @pytest.mark.parametrize("params", [{}, {"tools": [ADD], "tool_choice": "none"}], ids=["no tools", "none"])
     def test_no_calls(self, api: Any, served: ServedApi, params: Mapping[str, Any]) -> None:
         """Check that a request without tools, or with ``tool_choice`` none, gets text and no calls."""
         if params and not self.has_tools:
@@ -610,8 +480,8 @@ class OpenAISuite:
             pytest.skip("the server has no tools")
         for choice in ("auto", None):
             params = {} if choice is None else {"tool_choice": choice, "parallel_tool_calls": True}
-            assert self.chat(api, served, self.say_call(), tools=[_ADD], **params).choices[0].message.tool_calls
-            assert self.chat(api, served, tools=[_ADD], **params).choices[0].message.content == "fine"
+            assert self.chat(api, served, self.say_call(), tools=[ADD], **params).choices[0].message.tool_calls
+            assert self.chat(api, served, tools=[ADD], **params).choices[0].message.content == "fine"
 
     def test_allowed_tools(self, api: Any, served: ServedApi) -> None:
         """Check that only the allowed tools are offered and called."""
@@ -619,7 +489,7 @@ class OpenAISuite:
             pytest.skip("the server has no tools")
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "sub"}}]}
         params: dict[str, Any] = {
-            "tools": [_ADD, _SUB],
+            "tools": [ADD, SUB],
             "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
         }
         answer = self.chat(api, served, self.say_call("sub"), **params).choices[0].message
@@ -634,7 +504,7 @@ class OpenAISuite:
         """Check that a strict function is only called with arguments of its schema."""
         if not self.has_tools:
             pytest.skip("the server has no tools")
-        strict = {**_ADD, "function": {**_ADD["function"], "strict": True}}  # type: ignore[dict-item]
+        strict = {**ADD, "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
         assert self.chat(api, served, self.say_call(a=1), tools=[strict]).choices[0].message.tool_calls
         message = self.chat(api, served, self.say_call(a="x"), tools=[strict]).choices[0].message
         assert (message.tool_calls, message.content) == (None, self.say_call(a="x"))
@@ -690,7 +560,7 @@ class OpenAISuite:
 
     def test_a_wrong_content_type(self, raw: Raw, served: ServedApi) -> None:
         """Check that a body of another content type is refused."""
-        before, body = served.sampled, json.dumps({"model": served.model, "messages": [_USER]}).encode()
+        before, body = served.sampled, json.dumps({"model": served.model, "messages": [USER]}).encode()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
             status, _, answer = raw.send("POST", "/chat/completions", body, {"Content-Type": kind})
             assert status == 415
@@ -700,11 +570,11 @@ class OpenAISuite:
             raw.send("POST", "/chat/completions", body, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
         )
 
-    @pytest.mark.parametrize("name", _MALFORMED)
+    @pytest.mark.parametrize("name", MALFORMED)
     def test_a_malformed_body(self, raw: Raw, served: ServedApi, name: str) -> None:
         """Check that a body that is no JSON object is refused."""
         before = served.sampled
-        status, answer = raw.post(_MALFORMED[name])
+        status, answer = raw.post(MALFORMED[name])
         assert status == 400
         check_error(answer)
         assert served.sampled == before
@@ -717,7 +587,7 @@ class OpenAISuite:
             assert status == 400, (number, body[:500], answer)
             check_error(answer)
         assert served.sampled == before
-        assert raw.post(json.dumps({"model": served.model, "messages": [_USER]}).encode())[0] == 200
+        assert raw.post(json.dumps({"model": served.model, "messages": [USER]}).encode())[0] == 200
 
     def test_changed_bodies_of_a_seed(self, raw: Raw, served: ServedApi) -> None:
         """Check that a body with one value replaced is answered or refused, and sampled only if it is answered."""
