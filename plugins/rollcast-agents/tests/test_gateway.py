@@ -77,6 +77,34 @@ def test_the_public_client_holds_a_conversation_with_tools(renderer):
     check_accounting(engine, session)
 
 
+@pytest.mark.parametrize(
+    ("text", "params"),
+    [
+        (" two words\n", {}),
+        ("two words", {"stop": "words"}),
+        (f"so: {CALL}", {"tools": TOOLS}),
+        (f"so: {CALL}", {"tools": TOOLS, "tool_choice": "none"}),
+        (CALL, {}),
+    ],
+)
+def test_a_reply_is_recognised_as_the_client_repeats_it(renderer, text, params):
+    """The conversation goes on in one trajectory, with the tokens that were sampled."""
+    engine = ScriptedEngine(renderer, [text, "fine"])
+    session = make_session(engine)
+
+    async def run():
+        async with serving(renderer, session) as (access,), client(access) as api:
+            create = partial(api.chat.completions.create, model="policy", **params)
+            first = (await create(messages=[user("hi")])).choices[0].message.model_dump(exclude_none=True)
+            await create(messages=[user("hi"), first, user("go on")])
+
+    asyncio.run(run())
+    assert session.forks == 0
+    (trajectory,) = session.trajectories()
+    assert renderer.decode(trajectory.segments[1].token_ids).removesuffix("<|im_end|>") == text
+    check_accounting(engine, session)
+
+
 def test_a_stream_says_the_same(renderer):
     engine = ScriptedEngine(renderer, [CALL, "Fine."])
     session = make_session(engine)

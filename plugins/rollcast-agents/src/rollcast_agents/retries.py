@@ -97,17 +97,13 @@ class Answers:
         return known
 
     def _repeated(self, digest: str, attempt: int) -> Answer | None:
-        """Return the answer that the attempt before this one was waiting for; None for a first attempt.
+        """Return the answer that an earlier attempt was waiting for; None for a first attempt.
 
         Several requests may be equal. An answer that no client has read can go to any of their retries, but to one
         only. An answer that was sent is repeated only if the retry can mean no other.
         """
-        if attempt == 0:
-            return None
         before = [
-            answer
-            for answer in self._answers
-            if answer.body == digest and answer.attempt == attempt - 1 and not answer.key
+            answer for answer in self._answers if answer.body == digest and answer.attempt < attempt and not answer.key
         ]
         lost = next((answer for answer in before if answer.is_lost), None)
         return lost or (before[0] if len(before) == 1 else None)

@@ -69,6 +69,8 @@ async def answer_errors(
             raise
         message = f"{error.reason}: {request.method} {request.path}"
         return error_response(error.status, message, _INVALID, _CODES.get(error.status))
+    except ConnectionError:
+        raise  # the client is gone
     except Exception:
         logger.exception("a request to %s failed", request.path)
         return error_response(500, "the server failed to answer; its log has the cause", "server_error")
