@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from code_blocks import blocks
+from code_blocks import ROOT, blocks
 
 from rollcast.contracts.renderer import RendererSetup
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams
@@ -42,3 +42,13 @@ def test_the_page(tmp_path: Path) -> None:
         exec(by_title["refused.py"], {"base_url": served.base_url, "api_key": served.api_key})
     (shown,) = (block.text for block in blocks("docs/openai-api.md") if block.text.startswith("openai.BadRequest"))
     assert shown.strip().endswith(f"Error code: 400 - {caught.value.body['message']}")
+
+
+def test_the_page_lists_every_parameter() -> None:
+    pytest.importorskip("openai")
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+
+    page = (ROOT / "docs" / "openai-api.md").read_text()
+    for reference in (chats.CompletionCreateParamsBase, completions.CompletionCreateParamsBase):
+        assert [name for name in reference.__annotations__ if f"`{name}`" not in page] == []

@@ -19,8 +19,6 @@ from rollcast_serving.openai_messages import ApiMessage, StrictModel
 from rollcast_serving.openai_tools import ApiTool, read_tools
 
 __all__ = [
-    "CHAT_PARAMETERS",
-    "COMPLETION_PARAMETERS",
     "ChatRequest",
     "CompletionRequest",
     "Endpoint",
@@ -228,10 +226,6 @@ class CompletionRequest(_Request):
     logprobs: int | None = None
 
 
-#: All parameters that the endpoints know, those that they refuse included.
-CHAT_PARAMETERS = frozenset(ChatRequest.model_fields) | frozenset(_FIXED_CHAT)
-COMPLETION_PARAMETERS = frozenset(CompletionRequest.model_fields) | frozenset(_FIXED_COMPLETION)
-
 R = TypeVar("R", bound=_Request)
 
 
@@ -327,6 +321,8 @@ def _api_error(error: ValidationError) -> ApiError:
         if kind.startswith(bound):
             code = f"{'integer' if isinstance(value, int) else 'decimal'}_{name}"
     if not param:
-        return ApiError(message, next((word for word in message.split() if word in CHAT_PARAMETERS), None), code)
+        return ApiError(
+            message, next((word for word in message.split() if word in ChatRequest.model_fields), None), code
+        )
     shown = f" (got {value!r:.{_SHOWN}})" if isinstance(value, (str, int, float)) else ""
     return ApiError(f"{param}: {message}{shown}", param, code)
