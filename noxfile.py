@@ -44,6 +44,7 @@ TEST_LIBRARIES = {
     "rollcast-fsdp": ["peft", "pillow"],
     "rollcast-hf": ["pillow"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
+    "rollcast-serving": ["openai"],
     "rollcast-trackers": ["tensorboard"],
     "rollcast-vision": ["pillow"],
     "rollcast-quickstart": ["pillow"],

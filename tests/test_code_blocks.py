@@ -45,6 +45,7 @@ RUN_BY = {
     "docs/doctor.md": "tests/test_doctor.py",
     "docs/engines.md": "tests/test_new_packages.py",
     "docs/hooks.md": "tests/test_kind_pages.py",
+    "docs/openai-api.md": "tests/test_openai_page.py",
     "docs/profiling.md": "tests/test_profiling_page.py",
     "docs/rewards.md": "tests/test_rewards_pages.py",
     "docs/rollouts.md": "tests/test_rollouts_page.py",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import aiohttp
@@ -76,6 +77,35 @@ def test_the_public_client_holds_a_conversation_with_tools(renderer):
     check_accounting(engine, session)
 
 
+@pytest.mark.parametrize(
+    ("text", "params"),
+    [
+        (" two words\n", {}),
+        ("two words", {"stop": "words"}),
+        (f"so: {CALL}", {"tools": TOOLS}),
+        (f"so: {CALL}", {"tools": TOOLS, "tool_choice": "none"}),
+        (CALL, {}),
+    ],
+)
+def test_a_reply_is_recognised_as_the_client_repeats_it(renderer, text, params):
+    """The conversation goes on in one trajectory, with the tokens that were sampled."""
+    engine = ScriptedEngine(renderer, [text, "fine"])
+    session = make_session(engine)
+
+    async def run():
+        async with serving(renderer, session) as (access,), client(access) as api:
+            create = partial(api.chat.completions.create, model="policy", **params)
+            first = (await create(messages=[user("hi")])).choices[0].message.model_dump(exclude_none=True)
+            await create(messages=[user("hi"), first, user("go on")])
+
+    asyncio.run(run())
+    assert session.forks == 0
+    (trajectory,) = session.trajectories()
+    assert renderer.decode(trajectory.segments[1].token_ids).removesuffix("<|im_end|>") == text
+    if "stop" not in params:  # this engine generates on behind a stop string
+        check_accounting(engine, session)
+
+
 def test_a_stream_says_the_same(renderer):
     engine = ScriptedEngine(renderer, [CALL, "Fine."])
     session = make_session(engine)
@@ -85,7 +115,11 @@ def test_a_stream_says_the_same(renderer):
             texts, calls, reasons = [], [], []
             for _ in range(2):
                 stream = await api.chat.completions.create(
-                    model="m", messages=[user("go")], stream=True, stream_options={"include_usage": True}
+                    model="policy",
+                    messages=[user("go")],
+                    tools=TOOLS,
+                    stream=True,
+                    stream_options={"include_usage": True},
                 )
                 async for event in stream:
                     for choice in event.choices:
@@ -134,7 +168,7 @@ def test_a_closed_session_answers_no_more(renderer):
             pass
         async with client(access, max_retries=0) as api:
             with pytest.raises(openai.AuthenticationError):
-                await api.chat.completions.create(model="m", messages=[user("hi")])
+                await api.chat.completions.create(model="policy", messages=[user("hi")])
         await gateway.close()
 
     asyncio.run(run())
@@ -159,27 +193,96 @@ def test_a_retry_is_replayed_and_not_sampled_again(renderer):
     assert len(engine.requests) == 2
 
 
-def test_a_client_that_left_finds_its_answer(renderer):
-    release = asyncio.Event()
-    engine = ScriptedEngine(renderer, ["one", "two"])
-    session = make_session(engine)
+def slowed(renderer, script, count):
+    """Return a session whose engine answers once ``count`` requests wait, and the engine."""
+    engine, ready = ScriptedEngine(renderer, script), asyncio.Event()
+    session, waiting = make_session(engine), []
 
     async def slow(request):
-        await release.wait()
+        waiting.append(request)
+        if len(waiting) >= count:
+            ready.set()
+        await ready.wait()
+        await asyncio.sleep(0.5 if count == 1 else 0)
         return await engine(request)
 
     session._generate = slow
+    return session, engine
+
+
+def test_a_client_that_left_finds_its_answer(renderer):
+    """The retry of OpenAI's client gets what its first attempt sampled; a later equal request is another sample."""
+    session, engine = slowed(renderer, ["one", "two"], 1)
+
+    async def run():
+        async with serving(renderer, session) as (access,), client(access, max_retries=2) as api:
+            create = partial(api.chat.completions.create, model="policy", messages=[user("hi")])
+            answers = [await create(timeout=0.3), await create()]
+            return [answer.choices[0].message.content for answer in answers]
+
+    assert asyncio.run(run()) == ["one", "two"]
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_equal_requests_are_samples_of_their_own(renderer, at_once):
+    """Best-of-n sends equal requests, at once or one after the other."""
+    session, engine = slowed(renderer, ["one", "two", "three"], 3 if at_once else 0)
 
     async def run():
         async with serving(renderer, session) as (access,), client(access, max_retries=0) as api:
-            create = api.chat.completions.create
-            with pytest.raises(openai.APITimeoutError):
-                await create(model="m", messages=[user("hi")], timeout=0.2)
-            release.set()
-            return (await create(model="m", messages=[user("hi")])).choices[0].message.content
+            create = partial(api.chat.completions.create, model="policy", messages=[user("hi")])
+            calls = [create() for _ in range(3)]
+            answers = await asyncio.gather(*calls) if at_once else [await call for call in calls]
+            return {answer.choices[0].message.content for answer in answers}
 
-    assert asyncio.run(run()) == "one"
-    assert len(engine.requests) == 1
+    assert asyncio.run(run()) == {"one", "two", "three"}
+    check_accounting(engine, session)
+    assert len(session.trajectories()) == 3
+
+
+def test_retries_of_equal_requests_are_answered_apart(renderer):
+    """Two equal requests whose clients left have two answers; their retries get one each."""
+    session, engine = slowed(renderer, ["one", "two", "three"], 2)
+
+    async def run():
+        async with serving(renderer, session) as (access,), aiohttp.ClientSession() as http:
+
+            async def post(attempt, timeout):
+                headers = {"Authorization": f"Bearer {access.api_key}", "x-stainless-retry-count": str(attempt)}
+                options = {"json": {"messages": [user("hi")]}, "headers": headers}
+                async with asyncio.timeout(timeout), http.post(f"{access.base_url}/chat/completions", **options) as got:
+                    return (await got.json())["choices"][0]["message"]["content"]
+
+            first = asyncio.create_task(post(0, 10))
+            await asyncio.sleep(0.1)
+            first.cancel()
+            second = asyncio.create_task(post(0, 0.1))
+            await asyncio.wait([first, second])
+            return [await post(1, 10), await post(1, 10)]
+
+    assert sorted(asyncio.run(run())) == ["one", "two"]
+    assert len(engine.requests) == 2
+
+
+def test_an_idempotency_key_names_a_request(renderer):
+    session, engine = slowed(renderer, ["one", "two"], 0)
+
+    async def run():
+        async with serving(renderer, session) as (access,), client(access) as api:
+
+            async def create(key, text="hi"):
+                headers = {"Idempotency-Key": key}
+                answer = await api.chat.completions.create(model="policy", messages=[user(text)], extra_headers=headers)
+                return answer.choices[0].message.content
+
+            texts = [await create("a"), await create("a"), await create("b")]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create("a", "ho")
+            return texts, caught.value.code
+
+    assert asyncio.run(run()) == (["one", "one", "two"], "idempotency_key_in_use")
+    assert len(engine.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -189,7 +292,7 @@ def test_a_client_that_left_finds_its_answer(renderer):
         ({"messages": [user("a")], "tools": ["x"]}, "tools"),
         ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [user("a")], "temperature": "hot"}, "hot"),
-        ({"messages": [user("a")], "n": 0}, "at least 1"),
+        ({"messages": [user("a")], "n": 0}, "n: "),
         ({"messages": [{"role": "king", "content": "a"}]}, "king"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ([], "JSON object"),
@@ -216,13 +319,13 @@ def test_completions_take_text_and_ids(renderer):
 
     async def run():
         async with serving(renderer, session) as (access,), client(access) as api:
-            first = await api.completions.create(model="m", prompt="Say ", extra_body={"return_token_ids": True})
+            first = await api.completions.create(model="policy", prompt="Say ", extra_body={"return_token_ids": True})
             choice = first.choices[0]
             ids = choice.prompt_token_ids + choice.token_ids
-            second = await api.completions.create(model="m", prompt=ids, stop=["w"])
+            second = await api.completions.create(model="policy", prompt=ids, stop=["w"])
             return choice.text, second.choices[0].text
 
-    assert asyncio.run(run()) == ("one", "tw")
+    assert asyncio.run(run()) == ("one", "t")
     (trajectory,) = session.trajectories()
     assert renderer.decode(trajectory.token_ids) == "Say one<|im_end|>tw"
 
@@ -247,7 +350,7 @@ def run_program(renderer, program, kind, script, **task):
 
 async def ask_once(task, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
-        answer = await api.chat.completions.create(model="m", messages=[user(task["question"])])
+        answer = await api.chat.completions.create(model="policy", messages=[user(task["question"])])
     return float(answer.choices[0].message.content == task["answer"])
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, SamplingParams
 from rollcast.contracts.sections import RolloutConfig
-from rollcast.errors import CapabilityError, RequestError
+from rollcast.errors import CapabilityError, ConfigError, RequestError
 from rollcast_serving.requests import (
     OPTIONAL_SAMPLING,
     ModelLimits,
     check_request,
+    check_token_ids,
     configured_sampling,
     cut_keys,
     fit_request,
@@ -100,3 +104,28 @@ def test_the_section_says_what_is_sampled() -> None:
     assert cut_keys(training) == ["min_p", "logit_bias"]
     assert cut_keys(SamplingParams(temperature=0.3, stop=("x",), max_tokens=3)) == []
     assert cut_keys(SamplingParams(top_p=0.9, top_k=5)) == ["top_p", "top_k"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"stop_token_ids": [3, 9]},
+            r"judge\.rollout\.stop_token_ids names token id 9, and the vocabulary has 9 tokens",
+        ),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids names token id -1"),
+        ({"logit_bias": {40: 1.0}}, r"logit_bias names token id 40"),
+        ({"stop_token_ids": [0, 8], "logit_bias": {8: 1.0}}, None),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_named_before_the_start(
+    tmp_path: Path, changes: dict[str, Any], words: str | None
+) -> None:
+    rollout = RolloutConfig(**changes)
+    for config in ({"vocab_size": 9}, {"vocab_size": 99, "text_config": {"vocab_size": 9}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+            check_token_ids(rollout, str(tmp_path), "judge.rollout")
+    (tmp_path / "config.json").write_text("{")
+    check_token_ids(rollout, str(tmp_path))
+    check_token_ids(rollout, "/no/such/model")

@@ -86,7 +86,8 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+            json.dumps(parsed, ensure_ascii=False).encode()  # a lone surrogate cannot be tokenized
+        except (ValueError, RecursionError):
             return function
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return function

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,27 @@ from aiohttp import web
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.session import Reply, Session
-from rollcast.errors import RendererError, RequestError, RolloutError, SessionEnded
+from rollcast.contracts.trajectory import Tokens
+from rollcast.errors import RequestError
 from rollcast_agents.chat import as_chat
+from rollcast_agents.retries import Answers, is_gone
+from rollcast_agents.shown import Shown, decode, read_reply
+from rollcast_serving.openai_bodies import MAX_BODY, read_object
+from rollcast_serving.openai_errors import ApiError, answer_errors, error_response
 from rollcast_serving.openai_format import (
+    SampledToken,
     build_answer,
-    error_response,
-    find_messages,
-    find_prompts,
+    build_choice,
     log_probs_entry,
     models_response,
-    read_body,
-    read_sampling,
     send_answer,
 )
+from rollcast_serving.openai_requests import ChatRequest, CompletionRequest, Endpoint, read_chat, read_completion
+from rollcast_serving.openai_tools import read_tools
 
 __all__ = ["Access", "Gateway"]
 
-logger = logging.getLogger(__name__)
-
-#: Maximum size of a request's body in bytes.
-_MAX_BODY = 64 * 2**20
-#: Header in which OpenAI's clients count their retries.
-_RETRY = "x-stainless-retry-count"
+_SEEDS = "the run seeds each rollout, and a fixed seed would make the rollouts of a group equal; remove it"
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,12 @@ class Access:
 
 
 @dataclass(eq=False)
-class _Answer:
-    """A request that is being answered, kept for retries.
-
-    Attributes:
-        task: samples the answer; continues if the client disconnects.
-        delivered: True once a client has read the answer.
-    """
-
-    task: asyncio.Task[dict[str, Any]]
-    delivered: bool = False
-
-
-@dataclass(eq=False)
 class _Client:
     """A session and the state of its secret."""
 
     session: Session
     sampling: SamplingParams
-    answers: dict[str, _Answer] = field(default_factory=dict)
+    answers: Answers = field(default_factory=Answers)
     conversation: Sequence[ChatMessage] = ()
 
 
@@ -89,12 +75,14 @@ class Gateway:
 
     Args:
         renderer: renderer of the model; encodes completion prompts and decodes ids.
-        model: name that ``/v1/models`` returns.
+        model: name or folder of the model; requests may also name it ``policy``.
         sampling: parameters that a request does not set.
     """
 
     def __init__(self, renderer: BaseRenderer, model: str, sampling: SamplingParams) -> None:
-        self._renderer, self._model, self._sampling = renderer, model, sampling
+        self._renderer, self._sampling = renderer, sampling
+        models = tuple(dict.fromkeys(("policy", Path(model).name or "policy")))
+        self._endpoint = Endpoint(models, tools=True, seeds=_SEEDS, several_prompts=False)
         self._clients: dict[str, _Client] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -106,8 +94,9 @@ class Gateway:
             host: address to bind.
             port: port to bind; 0 for any free one.
         """
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=False)
@@ -137,8 +126,7 @@ class Gateway:
             yield Access(self._url, secret, lambda: client.conversation)
         finally:
             del self._clients[secret]
-            for answer in client.answers.values():
-                answer.task.cancel()
+            client.answers.cancel()
 
     # ---- requests ----
 
@@ -147,106 +135,107 @@ class Gateway:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if self._client_of(request) is None:
-            return error_response(401, "this key opens no session", "invalid_api_key")
-        try:
-            return await handler(request)
-        except (RequestError, RendererError, UnicodeError, RecursionError) as error:
-            return error_response(400, str(error) or type(error).__name__, "invalid_request_error")
-        except SessionEnded as ended:
-            code = "context_length_exceeded" if ended.end == "length" else f"session_{ended.end}"
-            return error_response(400, str(ended), "invalid_request_error", code)
-        except RolloutError as error:
-            return error_response(503, str(error), "engine_error")
+            return error_response(401, "this key opens no session", "invalid_request_error", "invalid_api_key")
+        return await answer_errors(request, handler)
 
     def _client_of(self, request: web.Request) -> _Client | None:
         scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
         return self._clients.get(secret.strip()) if scheme.lower() == "bearer" else None
 
     async def _models(self, request: web.Request) -> web.Response:
-        return models_response(self._model)
+        return models_response(self._endpoint.models, request.match_info.get("name"))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, chat=True)
+        body = await read_object(request)
+        asked = read_chat(body, self._endpoint)
+        return await self._respond(request, body, asked, partial(self._sample_chat, asked, body))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, chat=False)
+        body = await read_object(request)
+        asked = read_completion(body, self._endpoint)
+        return await self._respond(request, body, asked, partial(self._sample_text, asked))
 
-    async def _respond(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        body = await read_body(request)
+    async def _respond(
+        self,
+        request: web.Request,
+        body: Mapping[str, Any],
+        asked: ChatRequest | CompletionRequest,
+        sample: Callable[[_Client], Awaitable[dict[str, Any]]],
+    ) -> web.StreamResponse:
         client = self._client_of(request)
         if client is None:
             raise RequestError("the session was closed")
-        answer = self._answer(client, body, chat, _is_retry(request))
+        answer = client.answers.find_or_start(request, body, lambda: sample(client))
         # The client may disconnect and retry; the sampled answer waits for it.
-        value = await asyncio.shield(answer.task)
-        response = await send_answer(request, body, value, chat)
-        answer.delivered = request.transport is not None and not request.transport.is_closing()
+        response = await send_answer(request, asked, await asyncio.shield(answer.task))
+        if answer.request is request:
+            answer.delivered = not is_gone(request)
         return response
 
-    def _answer(self, client: _Client, body: Mapping[str, Any], chat: bool, retry: bool) -> _Answer:
-        key = hashlib.sha256(json.dumps([chat, body], sort_keys=True).encode()).hexdigest()
-        known = client.answers.get(key)
-        if known is not None and (retry or not known.delivered) and not _broken(known.task):
-            return known
-        sample = self._sample_chat if chat else self._sample_text
-        answer = client.answers[key] = _Answer(asyncio.ensure_future(sample(client, body)))
-        return answer
+    # ---- samples ----
 
-    async def _sample_chat(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
-        messages, tools = find_messages(body), body.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in tools):
-            raise RequestError('tools must be a list of {"type": "function", "function": {...}}')
-        replies = await self._replies(client, messages, tools, body)
-        client.conversation = [*messages, as_chat(replies[0].message)]
-        return self._build(replies, body, chat=True)
+    async def _sample_chat(self, asked: ChatRequest, body: Mapping[str, Any], client: _Client) -> dict[str, Any]:
+        messages, tools = body["messages"], read_tools(asked.tool_choice, body.get("tools") or [])
+        sampling = asked.sampling(client.sampling)
+        replies = await self._replies(client, messages, tools.shown, sampling, asked.count)
+        choices, seen = [], []
+        for index, reply in enumerate(replies):
+            shown = self._shown(reply, sampling)
+            seen.append(as_chat(shown.message(tools.allow)))
+            choices.append(self._choice(index, reply, shown, _as_openai(seen[-1]), asked))
+        client.conversation = [*messages, seen[0]]
+        return self._build(asked, choices, replies)
 
-    async def _sample_text(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
-        prompt, *others = find_prompts(body)
-        if others:
-            raise RequestError("prompt must be one text or one list of token ids")
+    async def _sample_text(self, asked: CompletionRequest, client: _Client) -> dict[str, Any]:
+        (prompt,) = asked.prompt
         ids = self._renderer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
-        replies = await self._replies(client, ids, (), body)
-        return self._build(replies, body, chat=False)
-
-    def _build(self, replies: Sequence[Reply], body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        choices = [self._choice(index, reply, body, chat) for index, reply in enumerate(replies)]
-        given = sum(len(reply.token_ids) for reply in replies)
-        model = str(body.get("model") or self._model)
-        return build_answer(model, choices, chat, len(replies[0].prompt_ids), given)
+        if not len(ids):
+            raise ApiError("prompt is empty", "prompt")
+        sampling = asked.sampling(client.sampling)
+        replies = await self._replies(client, ids, (), sampling, asked.count)
+        shown = [self._shown(reply, sampling) for reply in replies]
+        choices = [
+            self._choice(index, reply, each, each.text, asked)
+            for index, (reply, each) in enumerate(zip(replies, shown, strict=True))
+        ]
+        return self._build(asked, choices, replies)
 
     async def _replies(
-        self, client: _Client, prompt: Any, tools: Sequence[Any], body: Mapping[str, Any]
+        self,
+        client: _Client,
+        prompt: Sequence[ChatMessage] | Tokens,
+        tools: Sequence[Any],
+        sampling: SamplingParams,
+        count: int,
     ) -> list[Reply]:
-        sampling, count = read_sampling(body, client.sampling)
         return list(await asyncio.gather(*(client.session.sample(prompt, tools, sampling) for _ in range(count))))
 
-    def _choice(self, index: int, reply: Reply, body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        reason = "length" if reply.finish_reason == "length" else "stop"
-        choice: dict[str, Any] = {"index": index, "logprobs": None}
-        if chat:
-            message = _as_openai(as_chat(reply.message))
-            reason = "tool_calls" if "tool_calls" in message and reason == "stop" else reason
-            choice["message"] = message
-        else:
-            choice["text"] = reply.message.text
-        choice["finish_reason"] = reason
-        if body.get("logprobs") not in (None, False):
-            choice["logprobs"] = self._log_probs(reply, chat)
-        if body.get("return_token_ids"):
+    def _build(
+        self, asked: ChatRequest | CompletionRequest, choices: Sequence[Mapping[str, Any]], replies: Sequence[Reply]
+    ) -> dict[str, Any]:
+        sampled = sum(len(reply.token_ids) for reply in replies)
+        return build_answer(self._endpoint.models[0], asked, choices, len(replies[0].prompt_ids), sampled)
+
+    def _shown(self, reply: Reply, sampling: SamplingParams) -> Shown:
+        return read_reply(self._renderer, reply.message, reply.token_ids, reply.finish_reason, sampling)
+
+    def _choice(
+        self,
+        index: int,
+        reply: Reply,
+        shown: Shown,
+        content: str | Mapping[str, Any],
+        asked: ChatRequest | CompletionRequest,
+    ) -> dict[str, Any]:
+        entry = None
+        if asked.wants_log_probs:
+            to_text, ids = partial(decode, self._renderer), reply.token_ids.tolist()
+            tokens = list(map(SampledToken, ids, (to_text([token]) for token in ids), reply.log_probs.tolist()))
+            entry = log_probs_entry(to_text, tokens, shown.text, isinstance(asked, ChatRequest))
+        choice = build_choice(index, content, reply.finish_reason, entry)
+        if asked.return_token_ids:
             choice |= {"prompt_token_ids": reply.prompt_ids.tolist(), "token_ids": reply.token_ids.tolist()}
         return choice
-
-    def _log_probs(self, reply: Reply, chat: bool) -> dict[str, Any]:
-        tokens = [self._renderer.decode(reply.token_ids[i : i + 1]) for i in range(len(reply.token_ids))]
-        return log_probs_entry(tokens, reply.log_probs.tolist(), chat)
-
-
-def _is_retry(request: web.Request) -> bool:
-    return request.headers.get(_RETRY, "0") not in ("", "0")
-
-
-def _broken(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,8 +244,4 @@ def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    return {
-        **message,
-        "refusal": None,
-        **({"tool_calls": calls, "content": message["content"] or None} if calls else {}),
-    }
+    return {**message, "tool_calls": calls, "content": message["content"] or None} if calls else dict(message)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage, ToolSchema
+from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, ToolSchema
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.session import Budget, Reply, Session
 from rollcast.contracts.trajectory import End, Segment, Tokens, Trajectory, VersionRun
 from rollcast.errors import RolloutError, SessionEnded
 from rollcast_agents.chat import as_chat, key_of
+from rollcast_agents.shown import read_reply
+from rollcast_serving.openai_format import cut_stop_token
 
 __all__ = ["Generate", "RecordingSession"]
 
@@ -35,8 +37,13 @@ class _Leaf:
     ids: Tokens
     segments: list[Segment]
     end: End | None = None
-    keys: list[tuple[object, ...]] = field(default_factory=list)
+    #: Keys of each message; a reply has one for each form in which it may be repeated.
+    keys: list[frozenset[tuple[object, ...]]] = field(default_factory=list)
     tools: Sequence[ToolSchema] = ()
+
+    def continues_with(self, keys: Sequence[tuple[object, ...]]) -> bool:
+        """True if a conversation begins with this one and has further messages."""
+        return 0 < len(self.keys) < len(keys) and all(key in forms for key, forms in zip(keys, self.keys, strict=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +91,7 @@ class RecordingSession(Session):
         self._leaves: list[_Leaf] = []
         self._started = itertools.count()
         self._turns = self._reserved = self._waiting = self._forks = 0
+        self._call_ids: set[str] = set()
         self._end: End | None = None
         self._messages: Sequence[ChatMessage] = ()
         self._metrics: Callable[[], Mapping[str, float]] | None = None
@@ -169,7 +177,7 @@ class RecordingSession(Session):
         except BaseException:
             self._reserved -= 1
             raise
-        reply = self._record(context, self._cut(_only(output), params.stop))
+        reply = self._record(context, self._cut(_only(output), params.stop), params)
         if self._metrics is None and len(said):
             self._messages = [*said, as_chat(reply.message)]
         return reply
@@ -246,14 +254,10 @@ class RecordingSession(Session):
 
     def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
         """Return the leaf with the longest conversation that these messages continue."""
-        found = [
-            leaf
-            for leaf in self._leaves
-            if leaf.keys and len(leaf.keys) < len(keys) and keys[: len(leaf.keys)] == leaf.keys and leaf.tools == tools
-        ]
+        found = [leaf for leaf in self._leaves if leaf.continues_with(keys) and leaf.tools == tools]
         return max(found, key=lambda leaf: len(leaf.keys), default=None)
 
-    def _record(self, context: _Prompt, sequence: RolloutSequence) -> Reply:
+    def _record(self, context: _Prompt, sequence: RolloutSequence, sampling: SamplingParams) -> Reply:
         tokens = np.asarray(sequence.token_ids, np.int32)
         log_probs = np.asarray(sequence.log_probs, np.float32)
         # Looked up only now: calls of one session may end in another order than they began.
@@ -274,11 +278,25 @@ class RecordingSession(Session):
         own = None if routed is None else routed[start:]
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
-        message = self._renderer.parse(tokens)
-        leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
+        ends = set(sampling.stop_token_ids) - set(self._renderer.stop_token_ids)
+        parsed = self._renderer.parse(cut_stop_token(tokens, sequence.finish_reason, ends))
+        message = self._with_call_ids(parsed)
+        forms = read_reply(self._renderer, message, tokens, sequence.finish_reason, sampling).forms()
+        replies = frozenset(key_of(as_chat(form)) for form in forms)
+        leaf.keys = [*(frozenset([key]) for key in context.keys), replies] if context.keys else []
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
         return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
+
+    def _with_call_ids(self, message: Message) -> Message:
+        """Return a message whose calls have ids that no other call of the session has; the model may write ids."""
+        calls = []
+        for call in message.tool_calls:
+            new = (f"call_{number}" for number in itertools.count(len(self._call_ids)))
+            call_id = next(name for name in itertools.chain([call.call_id], new) if name and name not in self._call_ids)
+            self._call_ids.add(call_id)
+            calls.append(replace(call, call_id=call_id))
+        return replace(message, tool_calls=tuple(calls))
 
 
 def _read_to_end(segment: Segment, last: NDArray[np.int16]) -> Segment:

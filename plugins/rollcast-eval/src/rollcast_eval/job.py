@@ -35,7 +35,7 @@ from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
-from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
+from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, check_token_ids, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
 
@@ -76,6 +76,7 @@ class SampleJob:
         judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
         self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None
         self._copies.make()
+        check_token_ids(self._rollout, self._model.path)
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))

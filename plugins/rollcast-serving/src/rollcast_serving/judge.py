@@ -19,7 +19,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replicas import Replicas
-from rollcast_serving.requests import check_sampling, configured_sampling
+from rollcast_serving.requests import check_sampling, check_token_ids, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedRole
 
@@ -70,6 +70,7 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     capabilities = rollout_class.capabilities
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     check_quantization(built, rollout_class, _SECTION)
+    check_token_ids(built, config.model.path, _SECTION)
     if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
         size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
         raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; remove the key")

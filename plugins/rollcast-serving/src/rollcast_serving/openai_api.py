@@ -1,8 +1,8 @@
 """An OpenAI-compatible server over a rollout, from which any agent can sample the policy in training.
 
-Routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``. In addition to the API's own fields a choice has
-``token_ids`` and ``weight_versions``, from which a trainer can build a batch without tokenizing again. A completion's
-``prompt`` may be token ids.
+Routes: ``/v1/models``, ``/v1/models/NAME``, ``/v1/completions``, ``/v1/chat/completions``. In addition to the API's own
+fields a choice has ``token_ids`` and ``weight_versions``, from which a trainer can build a batch without tokenizing
+again. A completion's ``prompt`` may be token ids.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from typing import Any
 from aiohttp import web
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.errors import RequestError, RollcastError
+from rollcast.errors import RequestError
 from rollcast_serving.engine_watch import EngineWatch
+from rollcast_serving.openai_bodies import MAX_BODY, read_object
+from rollcast_serving.openai_errors import answer_errors, error_response
 from rollcast_serving.openai_format import (
+    SampledToken,
     build_answer,
-    error_response,
-    find_messages,
-    find_prompts,
+    build_choice,
+    cut_stop_token,
+    cut_text,
     log_probs_entry,
     models_response,
-    read_body,
-    read_sampling,
     send_answer,
 )
+from rollcast_serving.openai_messages import plain_messages
+from rollcast_serving.openai_requests import ChatRequest, CompletionRequest, Endpoint, read_chat, read_completion
 from rollcast_serving.server import Handler, check_token
 
 __all__ = ["build_openai_app"]
-
-_DEFAULT = SamplingParams(max_tokens=256)
 
 
 class _Chat:
@@ -50,52 +51,66 @@ class _Chat:
 
         return AutoTokenizer.from_pretrained(self.path)
 
-    def ids(self, body: Mapping[str, Any], chat: bool) -> list[list[int]]:
-        """Return the token ids of each prompt."""
-        if chat:
-            messages = find_messages(body)
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return [self.tokenizer(encoded, add_special_tokens=False)["input_ids"]]
-        prompts = find_prompts(body)
-        return [self.tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in prompts]
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the reply.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                plain_messages(messages), add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string; the API omits the string, but the token ids contain it."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
-
-
 class _Api:
-    def __init__(self, rollout: BaseRollout, model_path: str, watch: EngineWatch) -> None:
-        self.rollout, self._watch = rollout, watch
-        self.name = Path(model_path).name or "model"
+    def __init__(self, rollout: BaseRollout, model_path: str, watch: EngineWatch, default: SamplingParams) -> None:
+        self.rollout, self._watch, self._default = rollout, watch, default
+        models = dict.fromkeys(("policy", Path(model_path).name or "policy"))
+        self.endpoint = Endpoint(tuple(models), seeds="" if rollout.capabilities.seeds else "the rollout has no seeds")
         self.chat_model = _Chat(model_path)
 
-    async def models(self, request: web.Request) -> web.Response:  # aiohttp passes it
-        return models_response(self.name)
+    async def models(self, request: web.Request) -> web.Response:
+        return models_response(self.endpoint.models, request.match_info.get("name"))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=False)
+        asked = read_completion(await read_object(request), self.endpoint)
+        encode = self.chat_model.encode
+        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
+        return await self._answer(request, asked, prompts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=True)
+        body = await read_object(request)
+        asked = read_chat(body, self.endpoint)
+        return await self._answer(request, asked, [self.chat_model.conversation(body["messages"])])
 
-    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        body = await read_body(request)
-        sampling, count = read_sampling(body, _DEFAULT, unsupported=("tools",))
-        prompts = self.chat_model.ids(body, chat)
-        name, sampling = secrets.token_hex(12), replace(sampling, n=count)
-        requests = [RolloutRequest(f"{name}-{number}", ids, sampling) for number, ids in enumerate(prompts)]
+    async def _answer(
+        self, request: web.Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
+    ) -> web.StreamResponse:
+        name, sampling = secrets.token_hex(12), replace(asked.sampling(self._default), n=asked.count)
+        # The API's seeds are signed.
+        seed = None if asked.seed is None else asked.seed % 2**63
+        requests = [RolloutRequest(f"{name}-{number}", ids, sampling, seed) for number, ids in enumerate(prompts)]
         outputs = await asyncio.gather(*map(self._generate, requests))
         sequences = [sequence for output in outputs for sequence in output.sequences]
-        choices = [self._choice(index, each, sampling, body, chat) for index, each in enumerate(sequences)]
-        given = sum(len(sequence.token_ids) for sequence in sequences)
-        answer = build_answer(self.name, choices, chat, sum(map(len, prompts)), given)
-        return await send_answer(request, body, answer, chat)
+        choices = [self._choice(index, sequence, sampling, asked) for index, sequence in enumerate(sequences)]
+        sampled = sum(len(sequence.token_ids) for sequence in sequences)
+        answer = build_answer(self.endpoint.models[0], asked, choices, sum(map(len, prompts)), sampled)
+        return await send_answer(request, asked, answer)
 
     async def _generate(self, request: RolloutRequest) -> RolloutOutput:
         try:
@@ -105,21 +120,19 @@ class _Api:
             raise
 
     def _choice(
-        self, index: int, sequence: RolloutSequence, sampling: SamplingParams, body: Mapping[str, Any], chat: bool
+        self, index: int, sequence: RolloutSequence, sampling: SamplingParams, asked: ChatRequest | CompletionRequest
     ) -> dict[str, Any]:
-        ids = list(sequence.token_ids)
-        text = _before_stop(self.chat_model.text(ids), sampling.stop)
-        choice: dict[str, Any] = {
-            "index": index,
-            "finish_reason": sequence.finish_reason,
-            "token_ids": ids,
-            "weight_versions": list(sequence.weight_versions),
-        }
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        if body.get("logprobs") not in (None, False):
-            tokens = [str(token) for token in self.chat_model.tokenizer.convert_ids_to_tokens(ids)]
-            choice["logprobs"] = log_probs_entry(tokens, list(sequence.log_probs), chat)
-        return choice
+        ids, reason, chat = list(sequence.token_ids), sequence.finish_reason, isinstance(asked, ChatRequest)
+        kept = cut_stop_token(ids, reason, sampling.stop_token_ids)
+        text = cut_text(self.chat_model.text(kept), sampling.stop)
+        entry = None
+        if asked.wants_log_probs:
+            names = [str(self.chat_model.tokenizer.decode([token])) for token in ids]
+            tokens = list(map(SampledToken, ids, names, map(float, sequence.log_probs)))
+            entry = log_probs_entry(self.chat_model.text, tokens, text, chat)
+        shown = {"role": "assistant", "content": text} if chat else text
+        choice = build_choice(index, shown, reason, entry)
+        return choice | {"token_ids": ids, "weight_versions": list(sequence.weight_versions)}
 
 
 def _guard(token: str) -> Any:
@@ -127,18 +140,18 @@ def _guard(token: str) -> Any:
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
-        check_token(request, token)
         try:
-            return await handler(request)
-        except RequestError as error:
-            return error_response(400, str(error), "invalid_request_error")
-        except RollcastError as error:
-            return error_response(503, str(error), "engine_error")
+            check_token(request, token)
+        except web.HTTPUnauthorized as error:
+            return error_response(401, (error.text or "").strip(), "invalid_request_error", "invalid_api_key")
+        return await answer_errors(request, handler)
 
     return checked
 
 
-def build_openai_app(rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch) -> web.Application:
+def build_openai_app(
+    rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch, default: SamplingParams
+) -> web.Application:
     """Return the application for agents.
 
     Args:
@@ -146,10 +159,12 @@ def build_openai_app(rollout: BaseRollout, model_path: str, token: str, watch: E
         model_path: folder of the model and tokenizer.
         token: API key.
         watch: health check of the rollout's engine.
+        default: sampling parameters that a request does not set.
     """
-    app = web.Application(middlewares=[_guard(token)])
-    api = _Api(rollout, model_path, watch)
+    app = web.Application(middlewares=[_guard(token)], client_max_size=MAX_BODY)
+    api = _Api(rollout, model_path, watch, default)
     app.router.add_get("/v1/models", api.models)
+    app.router.add_get("/v1/models/{name:.+}", api.models)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat)
     return app

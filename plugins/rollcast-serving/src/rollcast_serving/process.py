@@ -25,6 +25,7 @@ from rollcast.contracts.rollout import BaseRollout, RolloutSetup, rollouts
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.in_flight import hold_requests
 from rollcast_serving.openai_api import build_openai_app
+from rollcast_serving.requests import configured_sampling
 from rollcast_serving.server import build_app
 from rollcast_serving.wire import encode_error
 
@@ -36,6 +37,8 @@ _PR_SET_PDEATHSIG = 1
 _FAREWELL_S = 2.0
 #: Exit code of a replica whose engine died.
 _ENGINE_DIED = 3
+#: Largest number of new tokens for requests of OpenAI's API that do not set one.
+_MAX_TOKENS = 256
 
 
 def _end_with_parent(parent: int) -> None:
@@ -87,7 +90,8 @@ async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> in
     watch = EngineWatch(rollout, end)
     runner, port = await _listen(build_app(rollout, spec["token"], watch), spec["host"])
     # Always on the loopback, independent of the other server's address: it is for agents on this machine.
-    openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch)
+    default = configured_sampling(rollout.setup.config, _MAX_TOKENS)
+    openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch, default)
     openai, openai_port = await _listen(openai_app, "127.0.0.1")
     _tell(tell, {"port": port, "openai_port": openai_port})
     await stopping.wait()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, SamplingParams
 from rollcast.contracts.sections import RolloutConfig
-from rollcast.errors import CapabilityError, RequestError
+from rollcast.errors import CapabilityError, ConfigError, RequestError
 
 __all__ = [
     "OPTIONAL_SAMPLING",
@@ -21,6 +23,7 @@ __all__ = [
     "as_tokens",
     "check_request",
     "check_sampling",
+    "check_token_ids",
     "configured_sampling",
     "cut_keys",
     "fit_request",
@@ -128,6 +131,29 @@ def check_sampling(what: str, sampling: SamplingParams, capabilities: RolloutCap
         )
 
 
+def check_token_ids(rollout: RolloutConfig, model_path: str, section: str = "rollout") -> None:
+    """Check that the token ids of a ``rollout`` section are in the vocabulary of the model.
+
+    A model without a readable ``config.json`` passes; what loads it reports the fault.
+
+    Args:
+        rollout: config section.
+        model_path: folder of the model.
+        section: name of the section, for the message.
+
+    Raises:
+        ConfigError: an id is not in the vocabulary; the message names the key.
+    """
+    try:
+        content = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        vocab_size = (content.get("text_config") or content).get("vocab_size")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    problem = _vocabulary_problem(configured_sampling(rollout, 1), vocab_size) if type(vocab_size) is int else None
+    if problem is not None:
+        raise ConfigError(f"{section}.{problem} (vocab_size in {model_path}); remove the id")
+
+
 def fit_request(request: RolloutRequest, limits: ModelLimits, on_long_prompt: str) -> RolloutRequest:
     """Return the request with ``max_tokens`` limited to the positions that its prompt leaves, if the run wants that.
 
@@ -173,7 +199,8 @@ def check_request(
         raise RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
     problem = (
         _sampling_problem(request)
-        or _optional_problem(request.sampling, limits)
+        or _optional_problem(request.sampling)
+        or _vocabulary_problem(request.sampling, limits.vocab_size)
         or _prompt_problem(prompt, request.sampling.max_tokens, limits)
     )
     if problem is not None:
@@ -198,14 +225,22 @@ def _sampling_problem(request: RolloutRequest) -> str | None:
     return None
 
 
-def _optional_problem(sampling: SamplingParams, limits: ModelLimits) -> str | None:
+def _vocabulary_problem(sampling: SamplingParams, vocab_size: int) -> str | None:
+    """Return the problem of a token id that the model does not have; None if there is none."""
+    keys = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": [token for token, _ in sampling.logit_bias]}
+    for key, ids in keys.items():
+        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            return f"{key} names token id {outside}, and the vocabulary has {vocab_size} tokens"
+    return None
+
+
+def _optional_problem(sampling: SamplingParams) -> str | None:
     if not 0 <= sampling.min_p <= 1:
         return f"min_p is {sampling.min_p}, which is not in [0, 1]"
     if not (math.isfinite(sampling.repetition_penalty) and 0 < sampling.repetition_penalty <= _MAX_PENALTY):
         return f"repetition_penalty is {sampling.repetition_penalty}, which is not in (0, {_MAX_PENALTY:g}]"
     for token, bias in sampling.logit_bias:
-        if not 0 <= token < limits.vocab_size:
-            return f"logit_bias names token id {token}, and the vocabulary has {limits.vocab_size} tokens"
         if not abs(bias) <= _MAX_BIAS:
             return f"logit_bias of token id {token} is {bias}, which is not in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}]"
     return None

@@ -12,17 +12,57 @@ from typing import Any
 
 from rollcast.errors import RequestError
 
-__all__ = ["StopMatcher", "StopStrings", "count_until_stop"]
+__all__ = ["StopMatcher", "StopStrings", "TextPieces", "count_until_stop"]
 
 #: Replacement character for bytes that do not yet decode.
 _INCOMPLETE = "\ufffd"
 
 
-class StopMatcher:
-    """The end of one sequence's text, as far back as a stop string could begin.
+class TextPieces:
+    """The text of one sequence, token by token.
 
     A token's text may depend on the tokens before it, and a character may take several tokens. So the tokens since the
     last complete text are decoded together with the few before them.
+
+    Args:
+        decode: returns the text of token ids.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._read = 0
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """Return the text since the last complete one, and True if it is complete with this token."""
+        self._ids.append(token)
+        fresh = self.rest()
+        if fresh.endswith(_INCOMPLETE):
+            return fresh.rstrip(_INCOMPLETE), False
+        # Keep the new tokens as context of the next ones; older ones are no longer needed.
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return fresh, True
+
+    def rest(self) -> str:
+        """Return the text since the last complete one, with replacement characters for bytes that do not decode."""
+        known = self._decode(self._ids[: self._read]) if self._read else ""
+        return self._decode(self._ids)[len(known) :]
+
+    @classmethod
+    def split(cls, decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; a character of several tokens belongs to the last of them."""
+        pieces, texts = cls(decode), []
+        for token in ids:
+            text, is_complete = pieces.add(int(token))
+            texts.append(text if is_complete else "")
+        if texts and not is_complete:
+            texts[-1] = pieces.rest()
+        return texts
+
+
+class StopMatcher:
+    """The end of one sequence's text, as far back as a stop string could begin.
 
     Args:
         decode: returns the text of token ids.
@@ -30,24 +70,16 @@ class StopMatcher:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._decode, self._stops = decode, stops
+        self._pieces, self._stops = TextPieces(decode), stops
         self._reach = max(map(len, stops)) - 1
-        self._ids: list[int] = []
-        self._read = 0
         self._tail = ""
 
     def add(self, token: int) -> bool:
         """Return True if this token completes a stop string."""
-        self._ids.append(token)
-        known = self._decode(self._ids[: self._read]) if self._read else ""
-        text = self._decode(self._ids)
-        fresh = text.rstrip(_INCOMPLETE)[len(known) :]
+        fresh, is_complete = self._pieces.add(token)
         seen = self._tail + fresh
-        if not text.endswith(_INCOMPLETE):
-            self._tail = seen[len(seen) - self._reach :] if self._reach else ""
-            # Keep the new tokens as context of the next ones; older ones are no longer needed.
-            self._ids = self._ids[self._read :]
-            self._read = len(self._ids)
+        if is_complete:
+            self._tail = seen[max(len(seen) - self._reach, 0) :]
         return any(stop in seen for stop in self._stops)
 
 

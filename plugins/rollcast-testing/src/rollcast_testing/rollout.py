@@ -174,14 +174,18 @@ class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
         # The stop text spans from the middle of one token's text to the middle of the next one's, if long enough.
         stop = texts[4][(len(texts[2]) + len(texts[3])) // 2 : -1] or texts[4][len(texts[3]) :]
         count = next(end for end, text in enumerate(texts) if stop in text)
+        # A stop text that takes many tokens, with which the response begins.
+        long = texts[min(8, len(expected))]
         requests = [
             RolloutRequest("stops", prompt, replace(GREEDY, stop=("no such text", stop))),
+            RolloutRequest("long", prompt, replace(GREEDY, stop=(long,))),
             RolloutRequest("goes on", prompt, replace(GREEDY, stop=("no such text",))),
         ]
-        stopped, whole = (only_sequence(output) for output in generate_all(rollout, requests))
+        stopped, begins, whole = (only_sequence(output) for output in generate_all(rollout, requests))
         assert list(stopped.token_ids) == expected[:count]
         assert len(stopped.log_probs) == len(stopped.weight_versions) == count
         assert stopped.finish_reason == "stop"
+        assert list(begins.token_ids) == expected[: texts.index(long)]
         assert list(whole.token_ids) == expected
 
     def test_many_at_once(self, rollout: BaseRollout, reference: Any) -> None:

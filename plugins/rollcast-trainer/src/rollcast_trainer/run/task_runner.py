@@ -40,7 +40,7 @@ from rollcast_serving.negotiation import Choice, check_choice, check_places, che
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
-from rollcast_serving.requests import check_sampling, configured_sampling
+from rollcast_serving.requests import check_sampling, check_token_ids, configured_sampling
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
@@ -195,6 +195,7 @@ class TaskRunner:
             write_config(self.run_dir, OmegaConf.to_yaml(self.config))
             preprocess_data(self.data, self.trainer.seed)
             check_positions(self.model.path, self.data)
+            check_token_ids(self.rollout, self.model.path)
         except BaseException:
             self._lock.release()
             raise
