@@ -13,6 +13,7 @@ from trainer_tools import SmallTask, run_stages, set_up
 
 from rollcast import register
 from rollcast.contracts.stage import roles
+from rollcast.errors import WorkerError
 from rollcast.protocol import Cut, DataProto, Jagged, LazyBatch
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.batch.mini_batches import UpdatePlan
@@ -78,6 +79,8 @@ class Meeting:
 
     def meet(self, name: str, other: str) -> None:
         (self.folder / name).touch()
+        if (self.folder / f"fail {name}").exists():
+            raise RuntimeError(f"{name} was told to fail")
         end = time.monotonic() + _PATIENCE_S
         while not (self.folder / other).exists():
             if time.monotonic() > end:
@@ -86,9 +89,10 @@ class Meeting:
 
 
 @pytest.mark.long
-def test_calls_and_updates_on_pools_of_their_own_run_at_the_same_time(
+def test_calls_to_pools_of_their_own_run_at_the_same_time(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:
+    """Values beside the reference's log-probs, and the critic's update beside the actor's, whose failures are theirs."""
     place = tmp_path / "meeting"
     place.mkdir()
 
@@ -128,8 +132,15 @@ def test_calls_and_updates_on_pools_of_their_own_run_at_the_same_time(
         roles.temporarily("actor_rollout", MeetingActor),
         set_up(small_task.ppo(tmp_path / "run", *PPO, *apart)) as trainer,
     ):
-        batch = run_stages(trainer)
-        metrics = trainer.run.recorder.take()
+        batch = trainer.run_stages(trainer.draw_prompts())
         assert {"ref_log_prob", "values"} <= set(batch.keys())
-        assert {"actor/grad_norm", "critic/grad_norm"} <= set(metrics)
-        assert {path.name for path in place.iterdir()} == {"ref_log_prob", "values", "update_actor", "update_critic"}
+        assert {path.name for path in place.iterdir()} == {"ref_log_prob", "values", "update_critic", "update_actor"}
+        metrics, line = trainer.run.recorder.take(), trainer.run.timeline.take()
+        assert {"critic/grad_norm", "actor/grad_norm", "time/update_critic_s", "time/update_actor_s"} <= set(metrics)
+        ((critic_start, critic_end),) = line["pools"]["critics"]["calls"]["update_critic"]
+        ((actor_start, actor_end),) = line["pools"]["global_pool"]["calls"]["update_actor"]
+        assert max(critic_start, actor_start) < min(critic_end, actor_end)
+        (place / "fail update_critic").touch()
+        with pytest.raises(WorkerError, match=r"update_critic .*\n?.*was told to fail"):
+            trainer.train_step()
+        assert trainer.step == 0 and "time/step_s" not in trainer.metrics

@@ -148,7 +148,7 @@ class LoopTrainer(StagedTrainer):
                 with recorder.phase("record_trajectories"):
                     self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), made)
         if before is None:
-            recorder.settle()
+            self.run.join_updates()
         return batch
 
     def _is_due(self, every: int) -> bool:

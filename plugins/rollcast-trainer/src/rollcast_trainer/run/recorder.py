@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rollcast.contracts.marks import mark
 
@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
         self._on_phase = on_phase
         self._metrics: dict[str, float] = {}
-        self._later: list[tuple[str, Callable[[], Mapping[str, float]]]] = []
+        self._later: list[Callable[[], Mapping[str, float]]] = []
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
         self._is_muted = False
@@ -36,24 +36,13 @@ class Recorder:
             self._collected.update(metrics)
 
     def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Add metrics that are computed in :meth:`settle`, because the calls that they need are still running."""
+        """Add metrics that are computed at the end of the step, because the calls that they need are still running."""
         if self._is_muted:
             return
         if self._collected is not None:
             self.record(metrics())  # a collected metric must be known when the block ends
         else:
-            self._later.append((self._running[-1][0] if self._running else "", metrics))
-
-    def settle(self) -> None:
-        """Add the metrics of :meth:`record_later`, and wait for the calls that they need.
-
-        The wait belongs to the phase that started the call. The last call is awaited first, so that each phase has the
-        time that its call runs beyond the calls after it.
-        """
-        while self._later:
-            phase, metrics = self._later.pop()
-            with self.phase(phase) if phase else nullcontext():
-                self._metrics.update(metrics())
+            self._later.append(metrics)
 
     @contextmanager
     def muted(self, is_muted: bool = True) -> Iterator[None]:
@@ -102,7 +91,9 @@ class Recorder:
 
     def take(self) -> dict[str, float]:
         """Return the metrics and ``time/<phase>_s`` of the step, and reset them for the next."""
-        self.settle()
+        later, self._later = self._later, []
+        for metrics in later:
+            self._metrics.update(metrics())
         found = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
         self._metrics, self._seconds = {}, {}
         return found

@@ -33,6 +33,7 @@ from rollcast_trainer.workers.handles import (
     ReferenceHandle,
     RewardModelHandle,
     RoleHandle,
+    Update,
 )
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import Role
@@ -82,6 +83,8 @@ class TrainingRun:
         self.columns_read: frozenset[str] = frozenset()
         self.on_synced: list[Callable[[int], None]] = []
         self.generator: Callable[[DataProto, SamplingParams], DataProto] = self.respond
+        #: Phase and handle of each update whose metrics are not recorded yet.
+        self._updates: list[tuple[str, Update]] = []
 
     # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
 
@@ -102,6 +105,24 @@ class TrainingRun:
     def record(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step."""
         self.recorder.record(metrics)
+
+    def follow(self, phase: str, update: Update) -> None:
+        """Let an update run beside calls to other pools; its metrics are recorded when it is joined.
+
+        Args:
+            phase: phase that counts the time that the trainer waits for the update.
+            update: the update in flight.
+        """
+        self._updates.append((phase, update))
+
+    def join_updates(self, pool: str | None = None) -> None:
+        """Wait for the updates in flight on a pool, or all of them, and record their metrics."""
+        for entry in list(self._updates):
+            phase, update = entry
+            if pool is None or self.task.pool_of(update.role) == pool:
+                self._updates.remove(entry)
+                with self.recorder.phase(phase):
+                    self.record(update.get())
 
     def workers(self, role: str) -> WorkerGroup:
         """Return the worker group of a role."""
@@ -142,6 +163,8 @@ class TrainingRun:
         return RewardModelHandle(self._playing(Role.REWARD_MODEL))
 
     def _playing(self, role: str) -> Playing:
+        # Calls to one pool take turns, so that each phase has its own time, and memory for one model's activations.
+        self.join_updates(self.task.pool_of(role))
         # A replica engine that shares devices with the workers frees its memory before they compute.
         self.sampler.rest()
         played_as = self.played_as(role)

@@ -35,7 +35,7 @@ class UpdateSupervised(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         rows, start = batch.select(model_columns(batch)), time.perf_counter()
-        metrics = self.run.actor.update_actor(rows, [torch.arange(len(rows))])()
+        metrics = self.run.actor.update_actor(rows, [torch.arange(len(rows))]).get()
         tokens = float(Jagged.of(rows["response_mask"]).values.sum())
         self.run.record({key.replace("actor/", "sft/"): value for key, value in metrics.items()})
         rate = tokens / max(time.perf_counter() - start, 1e-9)

@@ -50,7 +50,7 @@ class Values(Stage):
 class UpdateCritic(Stage):
     """Stage that starts the critic's update on mini-batches of all rows, one optimizer step each.
 
-    In a pool of its own, the critic trains while the actor does.
+    The update runs beside later stages on other pools.
     """
 
     run: TrainingRun
@@ -80,5 +80,5 @@ class UpdateCritic(Stage):
         count = max(self.run.task.data.train_batch_size // prompts, 1)
         seed = self.run.order_seed(1)
         mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, seed, rollouts_of(batch))
-        self.run.recorder.record_later(self.run.critic.update_critic(batch, mini_batches, epochs))
+        self.run.follow(self.phase, self.run.critic.update_critic(batch, mini_batches, epochs))
         return batch

@@ -38,7 +38,7 @@ __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
 
 
 class UpdateActor(Stage):
-    """Stage that starts the policy's update on mini-batches of the rows, one optimizer step each.
+    """Stage that updates the policy on mini-batches of the rows, one optimizer step each.
 
     Attributes:
         loss_function: loss that the update minimises.
@@ -109,7 +109,7 @@ class UpdateActor(Stage):
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
         joined = [name for name in (ROLLOUT, *self._routes) if name in rows]
         columns = rows.with_columns(prepared).select([*model_columns(rows), *read, *joined, *prepared])
-        run.recorder.record_later(run.actor.update_actor(columns, mini_batches, epochs, skipped))
+        run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped).get())
         return batch
 
     def _prepare(self, rows: DataProto) -> dict[str, Jagged]:

@@ -18,12 +18,10 @@ from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import mesh_of
 
-__all__ = ["ActorHandle", "CriticHandle", "Playing", "ReferenceHandle", "RewardModelHandle", "RoleHandle"]
+__all__ = ["ActorHandle", "CriticHandle", "Playing", "ReferenceHandle", "RewardModelHandle", "RoleHandle", "Update"]
 
 #: Function that starts a method of a group.
 Call = Callable[[DataProtoFuture], DataProtoFuture]
-#: Function that waits for the end of an update and returns its metrics.
-Metrics = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,25 @@ class Playing:
     def ranks(self) -> int:
         """Number of data-parallel ranks."""
         return max(place.dp_rank for place in self.group.mesh(mesh_of(self.played_as))) + 1
+
+
+@dataclass(frozen=True)
+class Update:
+    """Handle to an update in flight.
+
+    Attributes:
+        role: role whose model trains.
+        method: method of the role's workers.
+        call: handle to the call of this method.
+    """
+
+    role: str
+    method: str
+    call: DataProtoFuture
+
+    def get(self) -> dict[str, float]:
+        """Wait for the update and return its metrics."""
+        return dict(self.call.get()[0])
 
 
 class RoleHandle:
@@ -82,10 +99,10 @@ class RoleHandle:
         mini_batches: Sequence[torch.Tensor],
         epochs: int = 1,
         skip_rows: torch.Tensor | None = None,
-    ) -> Metrics:
-        """Start optimizer steps, one per mini-batch and epoch; return a function that waits for their metrics.
+    ) -> Update:
+        """Start optimizer steps, one per mini-batch and epoch, and return a handle to their metrics.
 
-        Updates of roles in separate pools run at the same time. The arguments after ``call`` are those of
+        ``call`` starts the method of the group; the arguments after it are those of
         :func:`~rollcast_trainer.batch.mini_batches.plan_update`.
         """
         playing, ranks = self.playing, self.playing.ranks
@@ -97,8 +114,7 @@ class RoleHandle:
         tokens = int(Jagged.of(batch["response_mask"]).sums()[passed].sum())
         rows = [lengths[row] for row in passed.tolist()]
         playing.meter.count_pass(playing.role, playing.played_as, method, rows, tokens, "train")
-        handle = call(DataProtoFuture.of_batch(arranged), plan)
-        return lambda: dict(handle.get()[0])
+        return Update(playing.role, method, call(DataProtoFuture.of_batch(arranged), plan))
 
 
 class ActorHandle(RoleHandle):
@@ -124,7 +140,7 @@ class ActorHandle(RoleHandle):
         mini_batches: Sequence[torch.Tensor],
         epochs: int = 1,
         skip_rows: torch.Tensor | None = None,
-    ) -> Metrics:
+    ) -> Update:
         """Start optimizer steps of the policy; see :meth:`RoleHandle.update`."""
         self.playing.meter.count_tokens(sum(row_lengths(batch)))
         return self.update("update_actor", self.group.update_actor.remote, batch, mini_batches, epochs, skip_rows)
@@ -160,7 +176,7 @@ class CriticHandle(RoleHandle):
         _refuse_images(batch, "a critic")
         return self.infer("compute_values", self.group.compute_values.remote, batch.select(MODEL), ["values"])
 
-    def update_critic(self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1) -> Metrics:
+    def update_critic(self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1) -> Update:
         """Start optimizer steps of the value model; see :meth:`RoleHandle.update`."""
         columns = batch.select([*MODEL, "values", "returns", *(name for name in (ROLLOUT,) if name in batch)])
         return self.update("update_critic", self.group.update_critic.remote, columns, mini_batches, epochs)
