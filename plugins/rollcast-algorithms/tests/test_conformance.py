@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,6 +59,25 @@ class TestGrpo(AdvantageSuite):
         (
             scored([1.0, 3.0, 0.0, 0.0, 0.0], [0, 1, 0, 1, 1], norm_adv_by_std_in_grpo=False),
             rows(0.5, 2.0, -0.5, -1.0, -1.0),
+        ),
+    )
+
+
+class TestGrpoOfTheBatch(AdvantageSuite):
+    name = "grpo"
+    options: ClassVar[Mapping[str, Any]] = {"scale_rewards": "batch"}
+    mixes_groups = True
+    # Group 0: scores 1, 0, mean 1/2; group 1: 3, 0, mean 3/2; all four have the mean 1 and the sample variance 2.
+    examples = (
+        (
+            scored([1.0, 3.0, 0.0, 0.0], [0, 1, 0, 1], options={"scale_rewards": "batch"}),
+            rows(*(value / math.sqrt(2.0) for value in (0.5, 1.5, -0.5, -1.5))),
+        ),
+        (
+            scored(
+                [1.0, 3.0, 0.0, 0.0], [0, 1, 0, 1], options={"scale_rewards": "batch"}, norm_adv_by_std_in_grpo=False
+            ),
+            rows(0.5, 1.5, -0.5, -1.5),
         ),
     )
 
