@@ -151,10 +151,17 @@ class PpoActorConfig(ActorConfig):
 
 @config
 class RefConfig:
-    """The reference policy: the initial model, frozen."""
+    """The reference policy: the initial model, frozen unless `sync_ref_model` moves it."""
 
     engine: RoleEngine = field(default_factory=dict)
     """The reference's engine: the actor's, unless `name` says otherwise; keys left out are those of `actor.engine`."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every `ref_model_sync_steps` steps (TR-DPO, arXiv:2404.09656); checkpoints
+    then contain the reference. This key and the two below are TRL's."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in the new reference's weights; the rest is the old reference."""
+    ref_model_sync_steps: Positive = 512
+    """Steps from one move of the reference to the next."""
 
 
 @config

@@ -31,7 +31,7 @@ from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.schemas import PpoActorConfig
+from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
 from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of, routes_of
 from rollcast_trainer.workers.roles import Role
@@ -68,6 +68,7 @@ class UpdateActor(Stage):
             optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
+            brings=("sync_reference",) if run.section("ref", RefConfig).sync_ref_model else (),
         )
 
     def __init__(self, run: TrainingRun) -> None:
