@@ -111,7 +111,7 @@ def plan_memory(
             memory.checkpoint_bytes(each) for each in memory.roles.values() if not (each.name == "actor" and adapter)
         )
         if _TITLES[Role.REF] in titles and trainer.task.section("ref", RefConfig).sync_ref_model:
-            disk += memory.weight_bytes(memory.roles[_TITLES[Role.REF]])
+            disk += memory.weight_bytes(_TITLES[Role.REF])
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
@@ -201,15 +201,13 @@ class _PoolMemory:
         """Return the bytes of a role in a checkpoint: weights and optimizer state."""
         if role.kind != "trains":
             return 0
-        return self._numbers(role) * (role.model.dtype_bytes + role.optimizer_bytes)
-
-    def weight_bytes(self, role: RoleSpec) -> int:
-        """Return the bytes of a role's weights in a checkpoint."""
-        return self._numbers(role) * role.model.dtype_bytes
-
-    def _numbers(self, role: RoleSpec) -> int:
         size = self._sizes[role.name]
-        return size.value_parameters if role.value_head else size.parameters
+        numbers = size.value_parameters if role.value_head else size.parameters
+        return numbers * (role.model.dtype_bytes + role.optimizer_bytes)
+
+    def weight_bytes(self, title: str) -> int:
+        """Return the bytes of the weights of the role with this title in a checkpoint."""
+        return self._sizes[title].parameters * self.roles[title].model.dtype_bytes
 
 
 def _rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
