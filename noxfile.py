@@ -94,6 +94,7 @@ VERL_NEEDS = [
 ]
 #: The version of verl that rollcast-verl and the benchmarks are tested with.
 VERL = "verl==0.9.1"
+TRL = "trl==1.16.*"
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -273,6 +274,14 @@ def tests_verl(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_trl(session: nox.Session) -> None:
+    """Run the tests of the page on TRL with TRL installed: its losses and the fields of its configs."""
+    install(session, requirements(QUICKSTART), *TEST_TOOLS, TRL)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, "tests/test_trl_losses.py", "tests/test_trl_page.py")
+
+
+@nox.session
 def tests_trackers(session: nox.Session) -> None:
     """Run rollcast-trackers' tests with all tracker libraries."""
     name = "rollcast-trackers"
@@ -378,7 +387,7 @@ def bench(session: nox.Session) -> None:
 def bench_peers(session: nox.Session) -> None:
     """Run the benchmarks against TRL and, in a separate environment, verl, or those named after `--`."""
     names = chosen(session, "verl", "verl_algorithms", "trl")
-    install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
+    install(session, requirements(QUICKSTART), *([TRL] if "trl" in names else []))
     if peers := [name for name in names if name.startswith("verl")]:
         theirs = Path(session.virtualenv.location) / "verl"
         session.run("python", "-m", "venv", str(theirs))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -57,6 +59,25 @@ class TestGrpo(AdvantageSuite):
         (
             scored([1.0, 3.0, 0.0, 0.0, 0.0], [0, 1, 0, 1, 1], norm_adv_by_std_in_grpo=False),
             rows(0.5, 2.0, -0.5, -1.0, -1.0),
+        ),
+    )
+
+
+class TestGrpoOfTheBatch(AdvantageSuite):
+    name = "grpo"
+    options: ClassVar[Mapping[str, Any]] = {"scale_rewards": "batch"}
+    mixes_groups = True
+    # Group 0: scores 1, 0, mean 1/2; group 1: 3, 0, mean 3/2; all four have the mean 1 and the sample variance 2.
+    examples = (
+        (
+            scored([1.0, 3.0, 0.0, 0.0], [0, 1, 0, 1], options={"scale_rewards": "batch"}),
+            rows(*(value / math.sqrt(2.0) for value in (0.5, 1.5, -0.5, -1.5))),
+        ),
+        (
+            scored(
+                [1.0, 3.0, 0.0, 0.0], [0, 1, 0, 1], options={"scale_rewards": "batch"}, norm_adv_by_std_in_grpo=False
+            ),
+            rows(0.5, 1.5, -0.5, -1.5),
         ),
     )
 
@@ -358,6 +379,40 @@ class TestTopr(PolicyLossSuite):
     name = "topr"
     # The response's ratio is 0.5 · 0.5; it weighs on the bad token only.
     examples = ((ratios([0.5, 0.5], [1.0, -1.0]), [[1 + math.log(2), -0.25 * (1 + math.log(2))]]),)
+
+
+class TestIcepop(PolicyLossSuite):
+    name = "icepop"
+    on_policy_gradient = True
+    # log π is log 2 - 1 within the bounds; the ratio 6 is above 5, and 0.4 below 0.5.
+    examples = (
+        (
+            ratios([2.0, 6.0, 0.4, 1.0], [1.0, 1.0, 1.0, -1.0]),
+            [[2.0 * (1.0 - math.log(2.0)), 0.0, 0.0, -1.0]],
+        ),
+    )
+
+
+class TestVespo(PolicyLossSuite):
+    name = "vespo"
+    # w = 2 · 1/2 · 2 = 2 for the row: φ is e^(3 - 6) · 2² where A ≥ 0 and e^(2 - 4) · 2³ elsewhere.
+    examples = (
+        (
+            ratios([2.0, 0.5, 2.0], [1.0, 0.0, -1.0]),
+            [
+                [
+                    4.0 * math.exp(-3.0) * (1.0 - math.log(2.0)),
+                    0.0,
+                    -8.0 * math.exp(-2.0) * (1.0 - math.log(2.0)),
+                ]
+            ],
+        ),
+        # The weights of a rollout correction are a part of w: 2 · 1/2 = 1, where φ is 1.
+        (
+            replace(ratios([2.0], [1.0]), columns={"rollout_is_weights": torch.tensor([[0.5]])}),
+            [[1.0 - math.log(2.0)]],
+        ),
+    )
 
 
 class TestK1(KlPenaltySuite):

@@ -176,6 +176,7 @@ class EngineCapabilities:
 
     Attributes:
         routing_replay: True if the engine records and replays the choices of a mixture's routers.
+        weight_mixing: True if :meth:`BaseEngine.mix_weights` works.
         max_world_size: largest number of ranks that can share a model; None for no limit.
     """
 
@@ -190,6 +191,7 @@ class EngineCapabilities:
     tensor_parallel: bool = False
     pipeline_parallel: bool = False
     routing_replay: bool = False
+    weight_mixing: bool = False
     max_world_size: int | None = None
 
 
@@ -448,6 +450,18 @@ class BaseEngine(ABC):
             CapabilityError: the engines cannot compute a KL over the vocabulary.
         """
         raise CapabilityError(f"{type(self).__name__} computes no KL penalty over the vocabulary")
+
+    def mix_weights(self, source: BaseEngine, share: float) -> None:
+        """Replace each weight by ``(1 - share) · weight + share · the source's``.
+
+        Args:
+            source: an initialized engine with the same config and model, in the same process on the same ranks.
+            share: share of the source, 0 to 1.
+
+        Raises:
+            CapabilityError: the engine lacks ``capabilities.weight_mixing``, or the source has another model or layout.
+        """
+        raise CapabilityError(f"{type(self).__name__} cannot mix its weights with those of another engine")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Return a context in which the base model runs without its adapter.

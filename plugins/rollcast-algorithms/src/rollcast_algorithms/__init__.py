@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from rollcast_algorithms.policy_losses import dro as dro
     from rollcast_algorithms.policy_losses import geo_mean as geo_mean
     from rollcast_algorithms.policy_losses import gspo as gspo
+    from rollcast_algorithms.policy_losses import icepop as icepop
     from rollcast_algorithms.policy_losses import kl_cov as kl_cov
     from rollcast_algorithms.policy_losses import sapo as sapo
     from rollcast_algorithms.policy_losses import topr as topr
     from rollcast_algorithms.policy_losses import vanilla as vanilla
+    from rollcast_algorithms.policy_losses import vespo as vespo
     from rollcast_algorithms.rollout_correction import RolloutCorrection as RolloutCorrection
     from rollcast_algorithms.rollout_correction import correct_rollout as correct_rollout
     from rollcast_algorithms.rollout_correction import may_bypass as may_bypass
@@ -102,10 +104,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "dro",
             "geo_mean",
             "gspo",
+            "icepop",
             "kl_cov",
             "sapo",
             "topr",
             "vanilla",
+            "vespo",
         ],
         "rollout_correction": ["RolloutCorrection", "correct_rollout", "may_bypass", "measure_gap"],
         "schemas": ["AlgorithmConfig", "RolloutCorrectionConfig"],

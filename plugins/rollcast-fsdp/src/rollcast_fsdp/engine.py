@@ -37,7 +37,7 @@ from rollcast_fsdp.reference import BaseModelReference, Reference
 from rollcast_fsdp.residency import Residency
 from rollcast_fsdp.routing import attach_tape
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, shard_module
+from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, local_part, shard_module
 from rollcast_fsdp.step import TokenForward
 from rollcast_fsdp.tensors import ModelTensors
 from rollcast_vision.model_inputs import ImageInputs, is_vision_model
@@ -74,6 +74,7 @@ class FsdpEngine(TorchEngine):
         lora=True,
         offload=True,
         routing_replay=True,
+        weight_mixing=True,
     )
     config_schema: ClassVar[type] = FsdpConfig
 
@@ -290,6 +291,27 @@ class FsdpEngine(TorchEngine):
                 "ulysses_sequence_parallel_size must be the same in actor.engine and ref.engine"
             )
         self._reference = Reference(reference.forward, reference.mode, reference.sharding)
+
+    @torch.no_grad()
+    def mix_weights(self, source: BaseEngine, share: float) -> None:
+        """Mix each rank's shards; see :meth:`rollcast.contracts.engine.BaseEngine.mix_weights`.
+
+        Raises:
+            CapabilityError: the source is not a FsdpEngine with the same parameters and shards.
+        """
+        if not isinstance(source, FsdpEngine):
+            raise CapabilityError(f"a FsdpEngine mixes its weights with those of another, not of a {type(source)}")
+        with self.mode(training=False), source.mode(training=False):
+            for engine in (self, source):
+                if engine.sharding is not None:
+                    engine.sharding.reshard()
+            own, others = (dict(engine.module.named_parameters()) for engine in (self, source))
+            shapes, found = ({name: local_part(each).shape for name, each in part.items()} for part in (own, others))
+            if shapes != found:
+                raise CapabilityError("weights can be mixed with those of an engine with the same shards only")
+            for name, weight in own.items():
+                local_part(weight).mul_(1.0 - share).add_(local_part(others[name]), alpha=share)
+            self._changed = True
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.

@@ -26,13 +26,18 @@ if TYPE_CHECKING:
     from rollcast.contracts.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "full_tensors", "shard_module"]
+__all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "full_tensors", "local_part", "shard_module"]
 
 log = logging.getLogger(__name__)
 
 _MANAGED_MARK = "_is_fsdp_managed_module"
 #: Maximum bytes that ranks gather in one collective; a larger tensor is gathered alone.
 _GATHERED_BYTES = 64 << 20
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy; a tensor that is not sharded is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
+from rollcast.contracts.config import Fraction, Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.contracts.storage import NodePath
 from rollcast.errors import ConfigError
@@ -111,13 +111,34 @@ class PpoActorConfig(ActorConfig):
     loss_agg_mode: str = "token-mean"
     """Registry name of the loss aggregation."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; the initial one with `use_adaptive_entropy`."""
+    use_adaptive_entropy: bool = False
+    """After each step, raise the weight of the entropy bonus by `entropy_coef_delta` if the entropy is at most
+    `entropy_target`, and lower it otherwise; the bonus acts only in steps that follow such an entropy. This key and
+    the four below are TRL's."""
+    entropy_coef_min: float = 0.0
+    """Lower bound of an adaptive weight."""
+    entropy_coef_max: float = 1.0
+    """Upper bound of an adaptive weight."""
+    entropy_coef_delta: Annotated[float, Ge(0)] = 0.005
+    """Change of an adaptive weight in each step."""
+    entropy_target: float = 0.2
+    """Mean entropy of a token, in nats, below which an adaptive bonus acts."""
+    top_entropy_quantile: Fraction = 1.0
+    """Share of the tokens on which the policy loss acts: those of the batch with the highest entropy before the update
+    (TRL's key)."""
+    off_policy_mask_threshold: Annotated[float, Gt(0)] | None = None
+    """Leave out of the policy loss rows with a negative advantage that are further than this from the policy that
+    sampled them, in nats per token; null for none (TRL's key)."""
     use_kl_loss: bool = False
     """Add the KL to the reference to the loss."""
     kl_loss_coef: float = 0.001
     """Weight of the KL in the loss."""
     kl_loss_type: str = "k3"
     """Registry name of the KL penalty in the loss."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL in the loss by the ratio of the policy to the policy before the update, with its gradient; `k3`
+    then has the gradient of the KL in expectation (TRL's key)."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     """The experts that a mixture's passes visit."""
     skip_zero_advantage: bool = True
@@ -130,10 +151,17 @@ class PpoActorConfig(ActorConfig):
 
 @config
 class RefConfig:
-    """The reference policy: the initial model, frozen."""
+    """The reference policy: the initial model, frozen unless `sync_ref_model` moves it."""
 
     engine: RoleEngine = field(default_factory=dict)
     """The reference's engine: the actor's, unless `name` says otherwise; keys left out are those of `actor.engine`."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every `ref_model_sync_steps` steps (TR-DPO, arXiv:2404.09656); checkpoints
+    then contain the reference. This key and the two below are TRL's."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in the new reference's weights; the rest is the old reference."""
+    ref_model_sync_steps: Positive = 512
+    """Steps from one move of the reference to the next."""
 
 
 @config

@@ -45,12 +45,28 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     std is the sample standard deviation (n - 1). Without ``norm_adv_by_std_in_grpo``, there is no division. A group of
     one row has mean 0 and std 1 by convention: its advantage is its score.
 
+    Option: ``scale_rewards``, ``group`` (the default) or ``batch``, for the standard deviation of all scores of the
+    batch.
+
     Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; Liu et al. 2025, Understanding
-    R1-Zero-Like Training, arXiv:2503.20783 (without std).
+    R1-Zero-Like Training, arXiv:2503.20783 (without std); Liu et al. 2025, Tricks or Traps? A Deep Dive into RL for LLM
+    Reasoning, arXiv:2508.08221 (std of the batch).
+
+    Raises:
+        ValueError: ``scale_rewards`` is neither.
     """
-    read_options("grpo", inputs.options, {})
+    scale = read_options("grpo", inputs.options, {"scale_rewards": "group"})["scale_rewards"]
+    if scale not in ("group", "batch"):
+        raise ValueError(
+            f"algorithm.adv_kwargs.scale_rewards is {scale!r}; valid: group, batch. For no division, set "
+            "algorithm.norm_adv_by_std_in_grpo=false"
+        )
     rows = Rows(inputs)
-    return rows.spread(group_normalised(rows.scores, inputs))
+    if scale == "group" or not inputs.norm_adv_by_std_in_grpo:
+        return rows.spread(group_normalised(rows.scores, inputs))
+    scores = rows.scores if inputs.batch_scores is None else inputs.batch_scores
+    std = scores.std() if len(scores) > 1 else scores.new_zeros(())
+    return rows.spread(_centred(rows.scores, inputs) / (std + GRPO_EPSILON))
 
 
 @advantage(compares_samples=True, by_group=True)

@@ -3,7 +3,7 @@
 from rollcast_algorithms.policy_losses._tokens import MAX_LOG_RATIO
 from rollcast_algorithms.policy_losses.clipped import cispo, geo_mean, gspo, sapo, vanilla
 from rollcast_algorithms.policy_losses.covariance import clip_cov, kl_cov
-from rollcast_algorithms.policy_losses.gradients import dppo_kl, dppo_tv, dro, gpg, topr
+from rollcast_algorithms.policy_losses.gradients import dppo_kl, dppo_tv, dro, gpg, icepop, topr, vespo
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -15,8 +15,10 @@ __all__ = [
     "geo_mean",
     "gpg",
     "gspo",
+    "icepop",
     "kl_cov",
     "sapo",
     "topr",
     "vanilla",
+    "vespo",
 ]

@@ -5,16 +5,22 @@ Shapes and errors are those of :mod:`rollcast_algorithms.policy_losses.clipped`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
+from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
+from rollcast_algorithms._masking import masked
 from rollcast_algorithms._options import read_options
 from rollcast_algorithms.policy_losses._tokens import MAX_LOG_RATIO, Tokens, read_tokens
 
-__all__ = ["DPPO_EPSILON", "dppo_kl", "dppo_tv", "dro", "gpg", "topr"]
+__all__ = ["DPPO_EPSILON", "VESPO_MIN_WEIGHT", "dppo_kl", "dppo_tv", "dro", "gpg", "icepop", "topr", "vespo"]
 
 DPPO_EPSILON = 1e-8
 """Constant added to the probability of all other tokens before the logarithm; verl's value."""
+
+VESPO_MIN_WEIGHT = 1e-8
+"""Lower bound of a row's importance weight in VESPO; TRL's value."""
 
 
 def gpg(inputs: PolicyLossInputs) -> PolicyLossOutput:
@@ -127,6 +133,72 @@ def dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
         (divergence <= inputs.clip_ratio_low) | (new >= old),
     )
     return _truncated(inputs, tokens, keep)
+
+
+def icepop(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    """Compute the policy gradient with importance weights that are zero outside two bounds (IcePop).
+
+    ::
+
+        w = sg(ratio) where threshold_lower ≤ ratio ≤ threshold, 0 elsewhere
+        L = -w · A · log π
+
+    With ``algorithm.rollout_correction.bypass_mode``, ``π_old`` is the rollout's policy, and the loss is verl's
+    ``bypass_mode`` with ``loss_type=reinforce`` and token-level IcePop.
+
+    Options: ``threshold_lower`` (0.5), ``threshold`` (5.0). Metrics: ``clip_fraction`` (ratio outside the bounds),
+    ``kl``.
+
+    Source: Ling Team 2025, Every Step Evolves, arXiv:2510.18855.
+
+    Raises:
+        ValueError: the bounds are not positive and in order.
+    """
+    options = read_options("icepop", inputs.options, {"threshold_lower": 0.5, "threshold": 5.0})
+    low, high = float(options["threshold_lower"]), float(options["threshold"])
+    if not 0 < low <= high:
+        raise ValueError(f"icepop needs 0 < threshold_lower <= threshold, got {low} and {high}")
+    tokens = read_tokens(inputs)
+    ratio = tokens.log_ratio.detach().exp()
+    inside = (ratio >= low) & (ratio <= high)
+    losses = -torch.where(inside, ratio, 0.0) * tokens.advantages * tokens.log_probs
+    return PolicyLossOutput(losses, {"clip_fraction": (~inside).to(losses.dtype), "kl": tokens.kl})
+
+
+@policy_loss(optional={"rollout_is_weights"})
+def vespo(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    """Compute VESPO's loss: the policy gradient with a smooth, asymmetric weight of the row's importance ratio.
+
+    With ``w`` the ratio of row i's whole response, times its importance weights v of a rollout correction if there is
+    one, and k, λ those of the advantage's sign::
+
+        w = exp(clamp(Σ_t (log π - log π_old) + Σ_t log v_t, log 1e-8, 20))
+        φ = exp(λ + k · log w - λ · w)
+        L = -sg(φ) · A · log π
+
+    φ is 1 at w = 1 and greatest at w = k / λ. The loss applies the weights of a rollout correction itself, inside w.
+
+    Options: ``vespo_k_pos`` (2.0) and ``vespo_lambda_pos`` (3.0) where A ≥ 0, ``vespo_k_neg`` (3.0) and
+    ``vespo_lambda_neg`` (2.0) elsewhere; λ is at least 1e-4. Metrics: ``phi``, ``kl``.
+
+    Source: VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693; names, defaults and clamps
+    are TRL's.
+    """
+    defaults = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    options = {name: float(value) for name, value in read_options("vespo", inputs.options, defaults).items()}
+    tokens = read_tokens(inputs)
+    total = tokens.log_ratio.detach().sum(-1, keepdim=True)
+    floor = math.log(VESPO_MIN_WEIGHT)
+    if "rollout_is_weights" in inputs.columns:
+        given = masked("rollout_is_weights", inputs.rollout_is_weights, tokens.chosen).detach()
+        logs = given.log().clamp(floor, MAX_LOG_RATIO)
+        total = total + torch.where(tokens.chosen, logs, 0.0).sum(-1, keepdim=True)
+    log_weight = total.clamp(floor, MAX_LOG_RATIO)
+    good = tokens.advantages >= 0
+    k = torch.where(good, options["vespo_k_pos"], options["vespo_k_neg"])
+    slope = torch.where(good, options["vespo_lambda_pos"], options["vespo_lambda_neg"]).clamp(min=1e-4)
+    phi = (slope + k * log_weight - slope * log_weight.exp()).exp().nan_to_num(nan=0.0, posinf=0.0)
+    return PolicyLossOutput(-phi * tokens.advantages * tokens.log_probs, {"phi": phi, "kl": tokens.kl})
 
 
 def _probability(log_probs: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from rollcast_automap.memory.splits import check_split
 from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.schemas import RefConfig
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["format_bytes", "placed_roles", "plan_memory"]
@@ -109,6 +110,8 @@ def plan_memory(
         disk += sum(
             memory.checkpoint_bytes(each) for each in memory.roles.values() if not (each.name == "actor" and adapter)
         )
+        if _TITLES[Role.REF] in titles and trainer.task.section("ref", RefConfig).sync_ref_model:
+            disk += memory.weight_bytes(_TITLES[Role.REF])
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
@@ -201,6 +204,10 @@ class _PoolMemory:
         size = self._sizes[role.name]
         numbers = size.value_parameters if role.value_head else size.parameters
         return numbers * (role.model.dtype_bytes + role.optimizer_bytes)
+
+    def weight_bytes(self, title: str) -> int:
+        """Return the bytes of the weights of the role with this title in a checkpoint."""
+        return self._sizes[title].parameters * self.roles[title].model.dtype_bytes
 
 
 def _rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:

@@ -227,7 +227,8 @@ class TrainingRun:
         actor, reference = setups[Role.ACTOR_ROLLOUT], setups.get(Role.REF)
         if reference is None or self.task.has_own_pool(Role.REF) or reference.engine != actor.engine:
             return dict(setups)
-        fused = replace(actor, has_reference=True, offload_reference=reference.offload_reference)
+        moves, offloads = reference.reference_moves, reference.offload_reference
+        fused = replace(actor, has_reference=True, offload_reference=offloads, reference_moves=moves)
         others = {role: setup for role, setup in setups.items() if role not in (Role.ACTOR_ROLLOUT, Role.REF)}
         return {Role.ACTOR_ROLLOUT_REF: fused, **others}
 

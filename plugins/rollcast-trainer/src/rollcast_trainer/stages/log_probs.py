@@ -32,7 +32,7 @@ __all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs",
 def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
     """Return the batch with ``old_log_probs`` and further columns if a stage reads them; record the log-prob gap."""
     records = routes_of(run) == "actor"
-    asked = {"sum_pi_squared": run.is_read("sum_pi_squared"), ROUTED_EXPERTS: records}
+    asked = {**{name: run.is_read(name) for name in ("sum_pi_squared", "entropy")}, ROUTED_EXPERTS: records}
     writes = ["old_log_probs", *(name for name, wanted in asked.items() if wanted)]
     if records and ROUTED_EXPERTS in batch:
         batch = batch.drop([ROUTED_EXPERTS])  # recorded by the rollout
@@ -42,7 +42,9 @@ def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
 
 
 class OldLogProb(Stage):
-    """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared`` and ``routed_experts`` if needed."""
+    """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared``, ``entropy`` and ``routed_experts``
+    if needed.
+    """
 
     run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
@@ -57,6 +59,7 @@ class OldLogProb(Stage):
             writes=(
                 *([] if others else ["old_log_probs"]),
                 *(["sum_pi_squared"] if gives else []),
+                "entropy",
                 *([ROUTED_EXPERTS] if routes_of(run) == "actor" else []),
             ),
             roles=(Role.ACTOR_ROLLOUT,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,13 +24,14 @@ from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
+from rollcast_algorithms.entropy_controller import AdaptiveEntropyController
+from rollcast_algorithms.losses import ENTROPY_COEFF, PpoLoss, make_ppo_loss
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
 from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.schemas import PpoActorConfig
+from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
 from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of, routes_of
 from rollcast_trainer.workers.roles import Role
@@ -55,7 +57,9 @@ class UpdateActor(Stage):
         _try_parts(policy)
         exact = find_vocabulary_kl(run) is not None
         correction = correction_of(run)
-        needs = build_loss(policy, correction.rollout_is is not None).needs
+        loss = build_loss(policy, correction.rollout_is is not None)
+        _check_weights(policy, loss, correction.rollout_is)
+        needs = loss.needs
         columns = [name for name in sorted(needs.columns) if name != "advantages"]
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
         routes = [ROUTED_EXPERTS] if routes_of(run) else []
@@ -64,6 +68,7 @@ class UpdateActor(Stage):
             optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
+            brings=("sync_reference",) if run.section("ref", RefConfig).sync_ref_model else (),
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -75,13 +80,14 @@ class UpdateActor(Stage):
         self.loss_function = build_loss(self._policy, correction_of(run).rollout_is is not None)
         self._routes = [ROUTED_EXPERTS] if routes_of(run) else []
         self._may_skip = may_skip_rows(run, self.loss_function)
+        self._entropy = build_entropy_controller(self._policy)
 
     def configure(self, role: str, setup: Any) -> Any:
         if role != Role.ACTOR_ROLLOUT:
             return configure_reference(self.run, role, setup) if self.vocabulary_kl is not None else setup
         policy = self._policy
         rows = policy.log_prob_micro_batch_size_per_gpu or policy.ppo_micro_batch_size_per_gpu
-        uses_entropy, exact = policy.entropy_coeff != 0, self.vocabulary_kl
+        uses_entropy, exact = policy.entropy_coeff != 0 or policy.use_adaptive_entropy, self.vocabulary_kl
         return replace(
             setup,
             loss_function=self.loss_function,
@@ -100,7 +106,9 @@ class UpdateActor(Stage):
         kept = [KEPT] if KEPT in batch else []
         rows = batch.joined(batch.select(kept, []).rename(dict.fromkeys(kept, "response_mask")), overwrite=True)
         loss = self.loss_function
-        prepared = self._prepare(rows) if loss.prepares else {}
+        prepared: dict[str, Any] = self._prepare(rows) if loss.prepares else {}
+        if self._entropy is not None:
+            prepared[ENTROPY_COEFF] = torch.full((len(rows),), self._entropy.weight)
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
         mini_batches, epochs = draw_mini_batches(
             len(rows), count, policy.ppo_epochs, run.order_seed(0), rollouts_of(rows)
@@ -109,8 +117,19 @@ class UpdateActor(Stage):
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
         joined = [name for name in (ROLLOUT, *self._routes) if name in rows]
         columns = rows.with_columns(prepared).select([*model_columns(rows), *read, *joined, *prepared])
-        run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped).get())
+        metrics = run.actor.update_actor(columns, mini_batches, epochs, skipped).get()
+        run.record(metrics)
+        if self._entropy is not None:
+            self._entropy.update(metrics["actor/token_entropy"])
+            run.record({"actor/entropy_coeff": self._entropy.coefficient})
         return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._entropy is None else {"entropy": self._entropy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._entropy is not None and "entropy" in state:
+            self._entropy.load_state_dict(state["entropy"])
 
     def _prepare(self, rows: DataProto) -> dict[str, Jagged]:
         """Return the columns that the policy loss computes from the whole batch."""
@@ -153,13 +172,13 @@ def needs_advantage(loss: PpoLoss) -> bool:
     old = torch.rand((4, 16), generator=generator).log()
     new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
     mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
-    prepared = loss.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
+    if loss.entropy_coeff or loss.use_adaptive_entropy or loss.kl_penalty is not None:
+        return False
+    tried = replace(loss, use_rollout_is_weights=False, top_entropy_quantile=1.0)
+    prepared = tried.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
     prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
     columns = {"old_log_probs": old, "advantages": nothing, **prepared}
-    tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
     total = tried(LossInputs(new, None, None, mask, columns, Denominators(64.0, 4.0, 16.0))).loss
-    if loss.entropy_coeff or loss.kl_penalty is not None:
-        return False
     if not total.requires_grad:
         return True
     (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
@@ -221,7 +240,18 @@ def find_vocabulary_kl(run: TrainingRun) -> str | None:
 
 
 def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
-    """Return the loss that the update minimises."""
+    """Return the loss that the update minimises.
+
+    Raises:
+        ConfigError: ``actor.use_bias_correction_kl`` has no KL penalty to correct.
+    """
+    penalty = kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None
+    if policy.use_bias_correction_kl and (penalty is None or needs_vocabulary(penalty)):
+        found = f"actor.kl_loss_type is {policy.kl_loss_type}" if policy.use_kl_loss else "actor.use_kl_loss is false"
+        raise ConfigError(
+            f"actor.use_bias_correction_kl corrects the gradient of a KL penalty of the sampled tokens, but {found}; "
+            "set actor.use_kl_loss=true with such a penalty, such as k3, or actor.use_bias_correction_kl=false"
+        )
     return make_ppo_loss(
         policy_losses.get(policy.policy_loss),
         loss_aggregations.get(policy.loss_agg_mode),
@@ -229,8 +259,38 @@ def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
         clip_ratio_high=policy.clip_ratio_high,
         clip_ratio_c=policy.clip_ratio_c,
         entropy_coeff=policy.entropy_coeff,
-        kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
+        kl_penalty=penalty,
         kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
         options=policy.policy_loss_kwargs,
         use_rollout_is_weights=use_rollout_is_weights,
+        off_policy_mask_threshold=policy.off_policy_mask_threshold,
+        top_entropy_quantile=policy.top_entropy_quantile,
+        use_bias_correction_kl=policy.use_bias_correction_kl,
+        use_adaptive_entropy=policy.use_adaptive_entropy,
     )
+
+
+def build_entropy_controller(policy: PpoActorConfig) -> AdaptiveEntropyController | None:
+    """Return the controller of the entropy bonus with ``actor.use_adaptive_entropy``, else None."""
+    if not policy.use_adaptive_entropy:
+        return None
+    return AdaptiveEntropyController(
+        policy.entropy_coeff,
+        policy.entropy_target,
+        policy.entropy_coef_delta,
+        policy.entropy_coef_min,
+        policy.entropy_coef_max,
+    )
+
+
+def _check_weights(policy: PpoActorConfig, loss: PpoLoss, level: str | None) -> None:
+    """Check that the rollout correction's weights have the level that the policy loss reads.
+
+    Raises:
+        ConfigError: the policy loss multiplies the weights of a row's tokens, but each is the weight of the whole row.
+    """
+    if loss.weighs_rows_itself and level == "sequence":
+        raise ConfigError(
+            f"actor.policy_loss={policy.policy_loss} applies the importance weights of single tokens, but "
+            "algorithm.rollout_correction.rollout_is is sequence; set it to token, or to null for no weights"
+        )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rollcast import Worker, register
+from rollcast.contracts.engine import BaseEngine
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
@@ -155,6 +156,19 @@ class ActorRolloutRefWorker(Worker):
             return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
 
     @register(dispatch_mode="one_to_all")
+    def mix_reference(self, share: float) -> None:
+        """Move the reference's weights towards the actor's by ``share``."""
+        if self.ref is None:
+            raise CapabilityError("this worker holds no copy of the model as its reference, so it cannot move it")
+        with self.ref.on_device():
+            self.ref.engine.mix_weights(self.actor.engine, share)
+
+    def _parts(self, folder: Path) -> list[tuple[BaseEngine, Path]]:
+        """Return the engines whose state is a part of checkpoints, and the folder of each."""
+        parts = [(self.actor.engine, folder / "actor")]
+        return [*parts, (self.ref.engine, folder / "ref")] if self.ref and self.setup.reference_moves else parts
+
+    @register(dispatch_mode="one_to_all")
     async def update_weights(
         self, version: int, replicas: Sequence[ReplicaAddress] = (), whole: bool = False
     ) -> SyncOutcome:
@@ -214,18 +228,20 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def save_checkpoint(self, path: str) -> None:
-        """Write the actor's state and the rollout's sampler state under ``path``.
+        """Write the state of the actor, of a reference that moves, and of the rollout's sampler under ``path``.
 
         Raises:
             CheckpointError: something could not be written.
         """
-        self.actor.engine.save_checkpoint(Path(path) / "actor")
+        for engine, folder in self._parts(Path(path)):
+            engine.save_checkpoint(folder)
         self._save_rollout(Path(path))
 
     @register(dispatch_mode="one_to_all")
     def start_checkpoint(self, path: str) -> None:
         """Start writing a checkpoint in the background; complete it with :meth:`finish_checkpoint`."""
-        self.actor.engine.start_checkpoint(Path(path) / "actor")
+        for engine, folder in self._parts(Path(path)):
+            engine.start_checkpoint(folder)
         self._save_rollout(Path(path))
 
     @register(dispatch_mode="one_to_all")
@@ -235,7 +251,7 @@ class ActorRolloutRefWorker(Worker):
         Raises:
             CheckpointError: it could not be written.
         """
-        return self.actor.engine.finish_checkpoint(wait)
+        return all(engine.finish_checkpoint(wait) for engine, _ in self._parts(Path()))
 
     def _save_rollout(self, folder: Path) -> None:
         if self.rollout is None:
@@ -253,7 +269,8 @@ class ActorRolloutRefWorker(Worker):
             CheckpointError: the state is incomplete or belongs to another model.
         """
         folder = Path(path)
-        self.actor.engine.load_checkpoint(folder / "actor")
+        for engine, place in self._parts(folder):
+            engine.load_checkpoint(place)
         state = folder / f"rollout_rank_{self.rank}.pt"
         if self.rollout is None or not state.exists():
             return

@@ -41,6 +41,7 @@ class WorkerSetup:
         has_reference: keep a frozen copy of the initial model. An actor that trains an adapter needs no copy: its base
             model is the reference.
         offload_reference: keep that copy in host memory between passes.
+        reference_moves: the copy's weights change during the run, so checkpoints contain them.
         stop_token_ids: ids that end every response; the tokenizer's EOS is the first.
         forward, infer: settings of passes that train, and of passes that only compute outputs.
         key: config section that the role's ``engine`` belongs to, for messages.
@@ -59,6 +60,7 @@ class WorkerSetup:
     forward: ForwardSettings
     infer: ForwardSettings
     offload_reference: bool = False
+    reference_moves: bool = False
     key: str = "actor"
     rollout_dtype: str | None = None
 
