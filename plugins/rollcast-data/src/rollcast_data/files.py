@@ -6,7 +6,6 @@ import difflib
 import glob
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.tokenizer import HUB_NAME
 from rollcast.errors import DataError
 
-__all__ = ["HUB_NAME", "Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
+__all__ = ["Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 
 _MISSING: Any = object()
 #: Longest row of a file in bytes. A longer row is probably a file without line breaks, and would fill the memory.
@@ -249,8 +249,6 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
-#: A name of the Hugging Face Hub, which is also a relative path.
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RequestError, RollcastError
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_format import (
@@ -41,14 +42,12 @@ _DEFAULT = SamplingParams(max_tokens=256)
 class _Chat:
     """The model's tokenizer, loaded when the first text arrives."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, trust_remote_code: bool) -> None:
+        self.path, self._trust = path, trust_remote_code
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.path)
+        return read_tokenizer(self.path, self._trust)
 
     def ids(self, body: Mapping[str, Any], chat: bool) -> list[list[int]]:
         """Return the token ids of each prompt."""
@@ -70,10 +69,10 @@ def _before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class _Api:
-    def __init__(self, rollout: BaseRollout, model_path: str, watch: EngineWatch) -> None:
+    def __init__(self, rollout: BaseRollout, model_path: str, watch: EngineWatch, trust_remote_code: bool) -> None:
         self.rollout, self._watch = rollout, watch
         self.name = Path(model_path).name or "model"
-        self.chat_model = _Chat(model_path)
+        self.chat_model = _Chat(model_path, trust_remote_code)
 
     async def models(self, request: web.Request) -> web.Response:  # aiohttp passes it
         return models_response(self.name)
@@ -138,7 +137,9 @@ def _guard(token: str) -> Any:
     return checked
 
 
-def build_openai_app(rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch) -> web.Application:
+def build_openai_app(
+    rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch, *, trust_remote_code: bool = False
+) -> web.Application:
     """Return the application for agents.
 
     Args:
@@ -148,7 +149,7 @@ def build_openai_app(rollout: BaseRollout, model_path: str, token: str, watch: E
         watch: health check of the rollout's engine.
     """
     app = web.Application(middlewares=[_guard(token)])
-    api = _Api(rollout, model_path, watch)
+    api = _Api(rollout, model_path, watch, trust_remote_code)
     app.router.add_get("/v1/models", api.models)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolSchema
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
@@ -39,7 +39,7 @@ class ChatTemplateRenderer(BaseRenderer):
 
     def __init__(self, setup: RendererSetup) -> None:
         super().__init__(setup)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.model_path)
+        self._tokenizer: Any = read_tokenizer(setup.model_path, setup.trust_remote_code)
         if not getattr(self._tokenizer, "chat_template", None):
             raise RendererError(
                 f"agent.renderer=chat_template: the tokenizer in {setup.model_path} has no chat template; choose "

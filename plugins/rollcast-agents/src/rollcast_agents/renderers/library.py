@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
@@ -37,7 +37,7 @@ class LibraryRenderer(BaseRenderer):
             ) from error
         options = dict(setup.options)
         name = options.pop("name", None)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.model_path)
+        self._tokenizer: Any = read_tokenizer(setup.model_path, setup.trust_remote_code)
         try:
             chosen = None if name is None else config_from_name(name)
             self._renderer: Any = renderers.create_renderer(
