@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from rollcast.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HUB_NAME", "read_tokenizer"]
+__all__ = ["HUB_NAME", "encode_texts", "read_tokenizer"]
 
 #: A name of the Hugging Face Hub, which is also a relative path.
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -82,3 +83,15 @@ def _find_class(folder: Path) -> Any:
         if declared.get("tokenizer_class") in _GENERIC and "auto_map" not in declared:
             return PreTrainedTokenizerFast
     return AutoTokenizer
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of texts with the special tokens that the tokenizer adds.
+
+    A text may begin with the BOS token, as one that a chat template rendered; its ids have one BOS all the same.
+    """
+    if not texts:
+        return []
+    bos = tokenizer.bos_token_id
+    encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcast.contracts.chat_template import join_replies
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, ToolSchema
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.session import Budget, Reply, Session
@@ -46,6 +47,8 @@ class _Prompt:
     ids: Tokens
     keys: list[tuple[object, ...]]
     tools: Sequence[ToolSchema]
+    #: Last message of the conversation if it is the assistant's, which the reply continues.
+    prefill: ChatMessage | None = None
 
 
 class RecordingSession(Session):
@@ -237,12 +240,14 @@ class RecordingSession(Session):
     def _context(self, prompt: Sequence[ChatMessage] | Tokens, tools: Sequence[ToolSchema]) -> _Prompt:
         if isinstance(prompt, np.ndarray):
             return _Prompt(prompt.astype(np.int32, copy=False), [], tools)
-        keys = [key_of(message) for message in prompt]
+        messages = join_replies(prompt)
+        keys = [key_of(message) for message in messages]
         leaf = self._leaf_of(keys, tools)
         ids = self._renderer.extend(leaf.ids, prompt, tools) if leaf is not None else None
         if ids is None:
             ids = self._renderer.start(prompt, tools)
-        return _Prompt(np.asarray(ids, np.int32), keys, tools)
+        prefill = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+        return _Prompt(np.asarray(ids, np.int32), keys, tools, prefill)
 
     def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
         """Return the leaf with the longest conversation that these messages continue."""
@@ -275,10 +280,19 @@ class RecordingSession(Session):
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
         message = self._renderer.parse(tokens)
-        leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
+        leaf.keys = _keys_after(context, as_chat(message))
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
         return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
+
+
+def _keys_after(context: _Prompt, reply: ChatMessage) -> list[tuple[object, ...]]:
+    """Return the keys of a conversation with its reply; a prefill and its reply are one message."""
+    if not context.keys:
+        return []
+    if context.prefill is None:
+        return [*context.keys, key_of(reply)]
+    return [*context.keys[:-1], *(key_of(message) for message in join_replies([context.prefill, reply]))]
 
 
 def _read_to_end(segment: Segment, last: NDArray[np.int16]) -> Segment:
