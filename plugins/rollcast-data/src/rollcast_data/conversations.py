@@ -31,14 +31,11 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files
-from rollcast_data.messages import ChatOptions, read_chat_options, read_messages
+from rollcast_data.messages import COMPLETION, ChatOptions, read_chat_options, read_messages
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["COMPLETION", "ConversationDataset", "ConversationRow"]
-
-#: Column of what follows the prompt, as in TRL's datasets of prompt and completion.
-COMPLETION = "completion"
+__all__ = ["ConversationDataset", "ConversationRow"]
 
 _log = logging.getLogger("rollcast.data")
 

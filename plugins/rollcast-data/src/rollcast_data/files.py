@@ -27,11 +27,15 @@ _DEEPEST_ROW = 100
 
 @dataclass(frozen=True)
 class Row:
-    """A row and its position, from 1: a line of a JSONL file, an item of a JSON list, or a row of a Parquet file."""
+    """A row and its position, from 1: a line of a JSONL file, an item of a JSON list, or a row of a Parquet file.
+
+    ``fills_structs`` is True if the file's format adds nulls to the structs of rows, as Parquet does.
+    """
 
     values: Mapping[str, Any]
     path: Path
     number: int
+    fills_structs: bool = False
 
     @property
     def location(self) -> str:
@@ -227,7 +231,7 @@ def _read_parquet(path: Path) -> list[Row]:
         table = parquet.read_table(path)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} does not open as Parquet: {error}") from error
-    return [Row(values, path, number) for number, values in enumerate(table.to_pylist(), 1)]
+    return [Row(values, path, number, fills_structs=True) for number, values in enumerate(table.to_pylist(), 1)]
 
 
 def _require_small_rows(path: Path, metadata: Any) -> None:
