@@ -24,7 +24,7 @@ def read_dtype(path: str) -> torch.dtype:
     """
     try:
         # The general class reads the dtype of every model, also of one whose own class is code of its folder.
-        dtype: torch.dtype | None = transformers.PretrainedConfig.from_pretrained(path).dtype
+        dtype: Any = transformers.PretrainedConfig.from_pretrained(path).dtype
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model config could be read from {path}: {error}") from error
     return dtype or torch.float32

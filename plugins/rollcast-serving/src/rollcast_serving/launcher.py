@@ -147,6 +147,7 @@ class ReplicaProcess:
             "pad_token_id": spec.pad_token_id,
             "eos_token_id": spec.eos_token_id,
             "stop_token_ids": spec.stop_token_ids,
+            "trust_remote_code": spec.trust_remote_code,
             "host": spec.host,
             "token": self._token,
             "tell": theirs,
