@@ -24,10 +24,11 @@ def read_dtype(path: str) -> torch.dtype:
     """
     try:
         # The general class reads the dtype of every model, also of one whose own class is code of its folder.
-        dtype: Any = transformers.PretrainedConfig.from_pretrained(path).dtype
+        dtype = transformers.PretrainedConfig.from_pretrained(path).dtype
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model config could be read from {path}: {error}") from error
-    return dtype or torch.float32
+    found: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found or torch.float32
 
 
 def build_model(path: str, trust_remote_code: bool = False) -> nn.Module:
