@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from rollcast.contracts.engine import (
@@ -37,6 +36,7 @@ from rollcast.contracts.engine import (
 )
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.protocol import Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_quickstart.task import SortDigits
@@ -66,7 +66,7 @@ class Policy(Worker):
 
     def __init__(self, engine: str, rollout: str, model: ModelConfig, optim: OptimConfig, seed: int) -> None:
         engine_class, rollout_class = engines.get(engine), rollouts.get(rollout)
-        tokenizer = AutoTokenizer.from_pretrained(model.path)
+        tokenizer = read_tokenizer(model.path, model.trust_remote_code)
         self.engine = engine_class(
             EngineSetup(
                 model_type="language_model",
@@ -261,7 +261,7 @@ def run(
     """Make the task, warm a model up, train it; return the metrics of each step of GRPO."""
     torch.manual_seed(seed)
     SortDigits().run(None, data, seed)
-    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    tokenizer = read_tokenizer(data / "model")
     runtime_class = runtimes.get(runtime)
     machines = runtime_class.from_config(runtime_class.config_schema(), processes=ranks)
     supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)

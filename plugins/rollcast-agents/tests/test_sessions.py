@@ -102,6 +102,30 @@ def test_an_edited_reply_forks(renderer):
     check_accounting(engine, session)
 
 
+def test_a_prefill_and_its_reply_are_one_message(renderer):
+    """In both forms that a client may send back: as two messages, or joined."""
+    prefill = [user("hello"), {"role": "assistant", "content": "It"}]
+    for after in (
+        [*prefill, {"role": "assistant", "content": " is"}],
+        [prefill[0], {**prefill[1], "content": "It is"}],
+    ):
+        engine = ScriptedEngine(renderer, [" is", "two", " three"])
+        session = make_session(engine)
+
+        async def run(session=session, after=after):
+            await session.sample(prefill)
+            reply = await session.sample([*after, user("more")])
+            more = [*after, user("more"), as_chat(reply.message), user("last"), {"role": "assistant", "content": "And"}]
+            await session.sample(more)
+
+        asyncio.run(run())
+        (trajectory,) = session.trajectories()
+        text = renderer.decode(trajectory.token_ids)
+        assert "assistant\nIt is<|im_end|>\n<|im_start|>user\nmore" in text
+        assert text.endswith("assistant\nAnd three<|im_end|>")
+        check_accounting(engine, session)
+
+
 def test_parallel_calls_on_one_context_fork(renderer):
     engine = ScriptedEngine(renderer, ["one", "two", "three"])
     session = make_session(engine)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from rollcast.errors import DataError
 from rollcast_data.conversations import ConversationDataset
-from rollcast_data.files import write_parquet
+from rollcast_data.files import read_files, write_parquet
+from rollcast_data.messages import read_chat_options, read_messages, read_tools
 from rollcast_data.prompts import PromptDataset
+from rollcast_data.schemas import DataConfig
 from rollcast_data.supervised import SupervisedDataset
 
 Write = Callable[..., Path]
@@ -77,12 +80,80 @@ def test_text_parts_and_calls_without_text(write_rows: Write, make_tokenizer: Ma
         "tool_calls": [{"function": {"name": "add", "arguments": '{"x": 1}'}}],
     }
     dataset = PromptDataset(
-        [write_rows([{"prompt": [parts, call]}])], make_tokenizer(SHOWS), {"ground_truth_key": None}
+        [write_rows([{"prompt": [parts, call, {"role": "tool", "content": "2"}]}])],
+        make_tokenizer(SHOWS),
+        {"ground_truth_key": None},
     )
     assert dataset[0].raw_prompt == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]},
+        {"role": "tool", "content": "2"},
     ]
+
+
+def test_only_nulls_that_parquet_adds_go(write_rows: Write, tmp_path: Path) -> None:
+    """Nulls in JSON are kept, also in the JSON text of a Parquet column; a struct's keys of other rows are left out."""
+    given = {"city": "rome", "until": None, "opts": {"a": None}}
+    schema = {"function": {"name": "find", "parameters": {"until": {"default": None, "enum": ["x", None]}}}}
+
+    def conversation(arguments: Any) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": arguments}}]}]
+
+    texts = {"messages": conversation(json.dumps(given)), "tools": json.dumps([schema])}
+    structs = [
+        {"messages": conversation({"city": "rome"}), "tools": [{"function": {"name": "f", "strict": True}}]},
+        {"messages": conversation({"until": 3}), "tools": [{"function": {"name": "g"}}]},
+    ]
+    for name, rows in (("texts", [texts]), ("structs", structs)):
+        write_parquet(tmp_path / f"{name}.parquet", rows)
+    found: list[tuple[Any, Any]] = []
+    sources = [
+        write_rows([texts, {"messages": conversation(given), "tools": [schema]}]),
+        tmp_path / "texts.parquet",
+        tmp_path / "structs.parquet",
+    ]
+    for row in read_files(sources):
+        (message,) = read_messages(row, row.find("messages"), "messages")
+        found.append((message["tool_calls"][0]["function"]["arguments"], read_tools(row, "tools")))
+    assert found[:3] == [(given, [schema])] * 3
+    assert found[3] == ({"city": "rome"}, structs[0]["tools"])
+    assert found[4] == ({"until": 3}, structs[1]["tools"])
+
+
+def test_null_as_text_is_no_value(write_rows: Write) -> None:
+    row = {"tools": "null", "chat_template_kwargs": "null"}
+    row["messages"] = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "null"}}]}]
+    (read,) = read_files([write_rows([row])])
+    options = read_chat_options(read, DataConfig())
+    assert (options.tools, options.kwargs) == ([], {})
+    assert read_messages(read, row["messages"], "messages")[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("key", ["response", "completion"])
+def test_the_answer_of_supervised_rows(write_rows: Write, chat_tokenizer: PreTrainedTokenizerFast, key: str) -> None:
+    """A supervised run validates with its responses as answers, in every form in which they are trained."""
+    rows = [{"prompt": "ab", key: "cd"}]
+    if key == "completion":
+        rows.append({"prompt": [USER], key: [REPLY]})
+    dataset = PromptDataset([write_rows(rows)], chat_tokenizer, {"ground_truth_key": "response"})
+    assert [dataset[number].ground_truth for number in range(len(rows))] == ["cd", "b"][: len(rows)]
+
+
+@pytest.mark.parametrize("text", ["<bos>ab", "ab"])
+def test_one_bos(write_rows: Write, make_tokenizer: Make, text: str) -> None:
+    """A tokenizer that adds BOS does not add it to a text that begins with it, in prompts, responses and texts."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    prompt = {"prompt": text, "response": "cd", "ground_truth": "1"}
+    path = write_rows([prompt])
+    assert tokenizer.decode(list(PromptDataset([path], tokenizer, {})[0].input_ids)) == "<bos>ab"
+    row = SupervisedDataset([path], tokenizer, {})[0]
+    assert tokenizer.decode([*row.prompt_ids, *row.response_ids]) == "<bos>abcd<eos>"
+    whole = SupervisedDataset([write_rows([{"text": text}])], tokenizer, {})[0]
+    assert tokenizer.decode([*whole.prompt_ids, *whole.response_ids]) == "<bos>ab<eos>"
 
 
 def test_prompt_and_completion_of_messages(write_rows: Write, chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rollcast.errors import DataError
-from rollcast_data.files import read_rows
+from rollcast_data.files import read_rows, write_parquet
 from rollcast_data.preprocess.gsm8k import INSTRUCTION, Gsm8k
 from rollcast_data.prompts import PromptDataset
 from rollcast_data.schemas import DataConfig
@@ -40,6 +40,29 @@ def test_sample(write_rows: Write, tmp_path: Path, chat_tokenizer: PreTrainedTok
     dataset = PromptDataset([tmp_path / "out" / "test.parquet"], chat_tokenizer, DataConfig())
     assert dataset[0].data_source == "openai/gsm8k"
     assert dataset[0].extra_info["question"] == "1+1?"
+
+
+@pytest.mark.parametrize("place", ["main", "data", "."])
+def test_the_layout_of_the_hub(write_rows: Write, tmp_path: Path, place: str) -> None:
+    """Shards of Parquet, in the folder of a configuration; the rows are those of the JSON lines."""
+    hub = tmp_path / "hub"
+    for split, number, count, rows in (
+        ("train", 0, 2, TRAIN[:2]),
+        ("train", 1, 2, TRAIN[2:]),
+        ("test", 0, 1, TRAIN[:1]),
+    ):
+        write_parquet(hub / place / f"{split}-{number:05}-of-{count:05}.parquet", rows)
+    write_parquet(hub / "socratic" / "train-00000-of-00001.parquet", TRAIN[:1])
+    assert Gsm8k().run(hub, tmp_path / "out").rows == {"train.parquet": 3, "test.parquet": 1}
+    write_rows(TRAIN, "train.jsonl")
+    write_rows(TRAIN[:1], "test.jsonl")
+    Gsm8k().run(tmp_path, tmp_path / "lines")
+    for name in ("train.parquet", "test.parquet"):
+        read, expected = ([dict(row.values) for row in read_rows(tmp_path / out / name)] for out in ("out", "lines"))
+        assert read == expected
+    (hub / place / "train-00000-of-00002.parquet").unlink()
+    with pytest.raises(DataError, match=r"train-00001-of-00002\.parquet: shard 0 of 2 is missing"):
+        Gsm8k().run(hub, tmp_path / "again")
 
 
 def test_bad_sources(write_rows: Write, tmp_path: Path) -> None:

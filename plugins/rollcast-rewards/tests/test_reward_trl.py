@@ -192,6 +192,22 @@ def test_messages_where_the_prompt_is_one(build: Build) -> None:
     assert "messages" not in found
 
 
+def test_a_prefill_is_the_beginning_of_the_completion(build: Build) -> None:
+    reward = build("everything")
+    prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "It"}]
+    reply = {"role": "assistant", "content": " is"}
+    turns = [*prompt, reply, {"role": "tool", "content": "4"}]
+    samples = [
+        RewardSample("decoded", " is", raw_prompt=prompt),
+        RewardSample("decoded", "x", raw_prompt=prompt, extra_info={"messages": turns}),
+    ]
+    scored(reward, samples)
+    found = seen_by(reward)
+    whole = {"role": "assistant", "content": "It is"}
+    assert found["prompts"] == [prompt[:1]] * 2
+    assert found["completions"] == [[whole], [whole, turns[-1]]]
+
+
 def test_none_leaves_only_that_function_out(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     reward = build("only_even", "slow", reward_weights=[2.0, 10.0])
     with caplog.at_level(logging.WARNING):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -164,8 +165,8 @@ def test_an_argument_that_the_engine_does_not_know_is_told_with_the_log(tmp_path
 
 
 def test_arguments() -> None:
-    setup = make_setup(max_num_seqs=7, enforce_eager=True, engine_kwargs={"trust_remote_code": True})
-    arguments = build_arguments(setup, 512)
+    setup = make_setup(max_num_seqs=7, enforce_eager=True)
+    arguments = build_arguments(replace(setup, trust_remote_code=True), 512)
     assert arguments["max_batch_size"] == 7
     assert arguments["max_seq_len"] == 512
     assert arguments["cuda_graph_config"] is None
@@ -173,6 +174,8 @@ def test_arguments() -> None:
     assert "cuda_graph_config" not in build_arguments(make_setup(), 512)
     with pytest.raises(ConfigError, match=r"engine_kwargs\.max_batch_size: set rollout\.max_num_seqs instead"):
         build_arguments(make_setup(engine_kwargs={"max_batch_size": 3}), 512)
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.trust_remote_code: set model\.trust_remote_code instead"):
+        build_arguments(make_setup(engine_kwargs={"trust_remote_code": True}), 512)
     assert server_environment({"RAY_ADDRESS": "10.0.0.1:6379"})["RAY_ADDRESS"] == "local"
 
 

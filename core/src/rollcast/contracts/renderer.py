@@ -64,11 +64,13 @@ class RendererSetup:
         model_path: Hugging Face folder of the model and tokenizer.
         tool_format: name of the format in which the model writes tool calls; empty for the renderer's default.
         options: further options, from ``agent.renderer_kwargs``.
+        trust_remote_code: allow the folder's own Python code.
     """
 
     model_path: str
     tool_format: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
 
 
 class BaseRenderer(ABC):

@@ -228,6 +228,7 @@ class RolloutSetup:
         seed: seed of the sampler; differs between ranks and replicas.
         pad_token_id, eos_token_id: padding and EOS ids of the tokenizer.
         stop_token_ids: ids that end every response, such as those of the model's ``generation_config.json``.
+        trust_remote_code: allow the folder's own Python code.
     """
 
     config: Any
@@ -236,6 +237,7 @@ class RolloutSetup:
     pad_token_id: int
     eos_token_id: int
     stop_token_ids: tuple[int, ...] = ()
+    trust_remote_code: bool = False
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids that end a request's sequences, without duplicates: the request's, then the model's."""

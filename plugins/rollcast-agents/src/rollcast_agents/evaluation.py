@@ -63,7 +63,7 @@ class AgentAnswers(BaseGenerator):
         OmegaConf.save(self.setup.config, self.setup.folder / "config.yaml")
 
     def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
-        host = HostSetup(self._config, self.setup.model_path, self.setup.max_total_tokens)
+        host = HostSetup(self._config, self.setup.model_path, self.setup.max_total_tokens, self.setup.trust_remote_code)
         return {_ROLE: ClassWithInitArgs(AgentLoopWorker, AgentWorkerSetup(host, self.setup.routing))}
 
     def connect(

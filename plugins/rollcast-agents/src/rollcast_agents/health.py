@@ -27,10 +27,10 @@ class RendererCheck(BaseHealthCheck):
         if path is None or not Path(str(path)).is_dir():
             return
         used = setup.get("agent.loop") is not None
-        options = setup.get("agent.renderer_kwargs", {})
+        options, trust = setup.get("agent.renderer_kwargs", {}), setup.get("model.trust_remote_code", False)
         try:
             renderer = renderers.get(name, requested_by="agent.renderer")(
-                RendererSetup(str(path), setup.get("agent.format", ""), options)
+                RendererSetup(str(path), setup.get("agent.format", ""), options, trust)
             )
         except (RendererError, PluginError, OSError, ValueError) as error:
             # Transformers raises errors of the last two kinds for a folder that it cannot read.

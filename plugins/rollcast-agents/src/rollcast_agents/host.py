@@ -42,11 +42,13 @@ class HostSetup:
         config: section ``agent``.
         model_path: folder of the tokenizer.
         max_total_tokens: maximum tokens of a context; a smaller ``agent.max_total_tokens`` takes precedence.
+        trust_remote_code: allow the folder's own Python code.
     """
 
     config: AgentConfig
     model_path: str
     max_total_tokens: int
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class AgentHost:
         self.setup = setup
         config = setup.config
         self.renderer: BaseRenderer = renderers.get(config.renderer, requested_by="agent.renderer")(
-            RendererSetup(setup.model_path, config.format, config.renderer_kwargs)
+            RendererSetup(setup.model_path, config.format, config.renderer_kwargs, setup.trust_remote_code)
         )
         limits = [each for each in (config.max_total_tokens, setup.max_total_tokens) if each is not None]
         # The runner ends a rollout that takes too long; a second timeout would hide where it hung.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcast.contracts.chat_template import join_replies
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, ToolSchema
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.session import Budget, Reply, Session
@@ -53,6 +54,8 @@ class _Prompt:
     ids: Tokens
     keys: list[tuple[object, ...]]
     tools: Sequence[ToolSchema]
+    #: Last message of the conversation if it is the assistant's, which the reply continues.
+    prefill: ChatMessage | None = None
 
 
 class RecordingSession(Session):
@@ -245,12 +248,14 @@ class RecordingSession(Session):
     def _context(self, prompt: Sequence[ChatMessage] | Tokens, tools: Sequence[ToolSchema]) -> _Prompt:
         if isinstance(prompt, np.ndarray):
             return _Prompt(prompt.astype(np.int32, copy=False), [], tools)
-        keys = [key_of(message) for message in prompt]
+        messages = join_replies(prompt)
+        keys = [key_of(message) for message in messages]
         leaf = self._leaf_of(keys, tools)
         ids = self._renderer.extend(leaf.ids, prompt, tools) if leaf is not None else None
         if ids is None:
             ids = self._renderer.start(prompt, tools)
-        return _Prompt(np.asarray(ids, np.int32), keys, tools)
+        prefill = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+        return _Prompt(np.asarray(ids, np.int32), keys, tools, prefill)
 
     def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
         """Return the leaf with the longest conversation that these messages continue."""
@@ -282,8 +287,7 @@ class RecordingSession(Session):
         parsed = self._renderer.parse(cut_stop_token(tokens, sequence.finish_reason, ends))
         message = self._with_call_ids(parsed)
         forms = read_reply(self._renderer, message, tokens, sequence.finish_reason, sampling).forms()
-        replies = frozenset(key_of(as_chat(form)) for form in forms)
-        leaf.keys = [*(frozenset([key]) for key in context.keys), replies] if context.keys else []
+        leaf.keys = _keys_after(context, [as_chat(form) for form in forms])
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
         return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
@@ -297,6 +301,17 @@ class RecordingSession(Session):
             self._call_ids.add(call_id)
             calls.append(replace(call, call_id=call_id))
         return replace(message, tool_calls=tuple(calls))
+
+
+def _keys_after(context: _Prompt, forms: Sequence[ChatMessage]) -> list[frozenset[tuple[object, ...]]]:
+    """Return the keys of a conversation with its reply in any of its forms; a prefill and its reply are one message."""
+    if not context.keys:
+        return []
+    before, prefill = context.keys, []
+    if context.prefill is not None:
+        before, prefill = before[:-1], [context.prefill]
+    replies = [[key_of(message) for message in join_replies([*prefill, form])] for form in forms]
+    return [*(frozenset([key]) for key in before), *map(frozenset, zip(*replies, strict=True))]
 
 
 def _read_to_end(segment: Segment, last: NDArray[np.int16]) -> Segment:

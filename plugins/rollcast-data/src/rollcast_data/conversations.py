@@ -17,31 +17,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.errors import ConfigError, DataError
+from rollcast.contracts.chat_template import ChatTemplate, join_replies
+from rollcast.errors import ConfigError, DataError, RendererError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files
-from rollcast_data.messages import ChatOptions, read_chat_options, read_messages
+from rollcast_data.messages import COMPLETION, ChatOptions, read_chat_options, read_messages
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["COMPLETION", "ConversationDataset", "ConversationRow"]
-
-#: Column of what follows the prompt, as in TRL's datasets of prompt and completion.
-COMPLETION = "completion"
+__all__ = ["ConversationDataset", "ConversationRow"]
 
 _log = logging.getLogger("rollcast.data")
 
-_MARK = "rollcast-mark"
+_Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,15 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A prompt and the texts that extend it, each a prefix of the next; a conversation has one or several chains."""
+    """A prompt and the texts that extend it, each a prefix of the next; a conversation has one or several chains.
+
+    ``adds_end`` is True if the end token follows each reply, because the template writes no token that ends one.
+    """
 
     location: str
     prompt: str
     pieces: list[_Piece]
+    adds_end: bool
 
 
 class ConversationDataset(BaseDataset):
@@ -135,36 +137,40 @@ class ConversationDataset(BaseDataset):
         )
 
     def _chains(self, row: Row, template: _Template) -> list[_Chain]:
-        messages, first = self._messages(row)
+        messages, first, prefill = self._messages(row)
         options = read_chat_options(row, self.config)
+        ending = template.ending(row, options)
         chains: list[_Chain] = []
         so_far = ""
         for number, message in enumerate(messages):
             if not _is_trained(row, number, message) or number < first:
                 continue
-            before = template.render(row, messages[:number], options, prompt=True)
-            after = template.render(row, messages[: number + 1], options, prompt=False)
-            reply = _reply(row, number, before, after, template.closing)
+            opened = [*messages[:number], *(prefill if number == first else ())]
+            before = template.prompt(row, opened, options, continues=bool(prefill) and number == first)
+            unclosed = template.unclosed(row, messages[: number + 1], options, before)
+            reply = _reply(row, number, before, unclosed)
             if chains and before.startswith(so_far):
-                between = template.closing.removeprefix(template.stop) + before[len(so_far) :]
-                chains[-1].pieces.append(_Piece(between, trained=False))
+                chains[-1].pieces.append(_Piece(before[len(so_far) :], trained=False))
             else:
-                chains.append(_Chain(row.location, before, []))
-            chains[-1].pieces.append(_Piece(reply + template.stop, trained=True))
-            so_far = after
+                chains.append(_Chain(row.location, before, [], ending == ""))
+            chains[-1].pieces.append(_Piece(reply + ending, trained=True))
+            so_far = unclosed + ending
         if not chains:
             raise DataError(f"{row.location}: no message of the conversation is a reply to train")
         return chains
 
-    def _messages(self, row: Row) -> tuple[list[dict[str, Any]], int]:
-        """Return the conversation of a row and the number of its first message that may be trained.
+    def _messages(self, row: Row) -> tuple[list[dict[str, Any]], int, list[dict[str, Any]]]:
+        """Return the conversation of a row, the number of its first message that may be trained, and its prefill.
+
+        A prompt that ends with a message of the assistant is a prefill, of which the completion's first reply is the
+        rest: the two are one message of the conversation.
 
         Raises:
             DataError: the row has neither messages nor a prompt with a completion, or one of them is malformed.
         """
         key, prompt_key = self.config.messages_key, self.config.prompt_key
         if row.find(key) is not None:
-            return read_messages(row, row.find(key), key), 0
+            return read_messages(row, row.find(key), key), 0, []
         prompt, completion = row.find(prompt_key), row.find(COMPLETION)
         if prompt is None or completion is None:
             raise DataError(
@@ -176,8 +182,11 @@ class ConversationDataset(BaseDataset):
                 f"{row.location}: {prompt_key} and {COMPLETION} are texts, which data=supervised reads; "
                 "data=conversations reads lists of messages"
             )
-        messages = read_messages(row, prompt, prompt_key)
-        return [*messages, *read_messages(row, completion, COMPLETION)], len(messages)
+        messages, more = read_messages(row, prompt, prompt_key), read_messages(row, completion, COMPLETION)
+        if messages[-1]["role"] != "assistant" or more[0]["role"] != "assistant":
+            return [*messages, *more], len(messages), []
+        (whole,) = join_replies([messages[-1], more[0]])
+        return [*messages[:-1], dict(whole), *more[1:]], len(messages) - 1, messages[-1:]
 
     def _join(
         self, kept: list[tuple[_Chain, Ids]], tokenizer: PreTrainedTokenizerBase, template: _Template
@@ -187,7 +196,7 @@ class ConversationDataset(BaseDataset):
         joined: list[ConversationRow] = []
         overlong = 0
         for chain, prompt in kept:
-            ids, trained = _joined_pieces(chain, encoded, template.end_ids)
+            ids, trained = _joined_pieces(chain, encoded, template.end_ids if chain.adds_end else [])
             if len(ids) > self.config.max_response_length:
                 overlong += 1
                 ids, trained = self._cut(chain, ids, trained)
@@ -208,69 +217,66 @@ class ConversationDataset(BaseDataset):
 
 
 class _Template:
-    """A tokenizer's chat template, and the text that it writes after a reply."""
+    """A tokenizer's chat template, whose errors name the row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer: Any = tokenizer
         if tokenizer.chat_template is None:
             raise ConfigError("data.dataset=conversations: the tokenizer has no chat template; choose a model with one")
         if not isinstance(tokenizer.eos_token_id, int):
             raise ConfigError("the tokenizer has no end token, so no reply could end")
+        self._template = ChatTemplate(tokenizer, "data.dataset=conversations")
+        self.end_ids = [tokenizer.eos_token_id]
 
-    def render(self, row: Row | None, messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: bool) -> str:
-        """Return the text of messages; with ``prompt`` the opening of the assistant's turn follows them."""
-        plain = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    plain,
-                    tools=options.tools or None,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    **options.kwargs,
-                )
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            where = row.location if row else "data.dataset=conversations"
-            raise DataError(
-                f"{where}: the chat template refuses the first {len(messages)} messages: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def prompt(self, row: Row, messages: _Messages, options: ChatOptions, continues: bool) -> str:
+        """Return the text before a reply: with the assistant's turn opened, or with its prefill to continue."""
+        render = self._template.prompt if continues else self._template.opened
+        with _named(row, len(messages)):
+            return render(_plain(messages), options.tools, options.kwargs)
 
-    @cached_property
-    def closing(self) -> str:
-        """Text after a reply, such as ``<|im_end|>`` and a line break."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self.render(None, messages, ChatOptions(), prompt=False).rpartition(_MARK)[2]
+    def unclosed(self, row: Row, messages: _Messages, options: ChatOptions, before: str) -> str:
+        """Return the text up to the end of the last message, a reply after the text ``before``.
 
-    @cached_property
-    def stop(self) -> str:
-        """The special token that begins the closing; empty if the closing begins with plain text."""
-        first = self._tokenizer.encode(self.closing, add_special_tokens=False)[:1]
-        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
-        token = str(self._tokenizer.convert_ids_to_tokens(first[0])) if first and first[0] in special else ""
-        return token if self.closing.startswith(token) else ""
+        Raises:
+            DataError: the template closes the reply otherwise than others.
+        """
+        with _named(row, len(messages)):
+            text = self._template.unclosed(_plain(messages), options.tools, options.kwargs)
+            if text is not None:
+                return text
+            closing = self._template.closing(options.kwargs).text
+            whole = self._template.text(_plain(messages), options.tools, options.kwargs)
+        raise DataError(
+            f"{row.location}: message {len(messages) - 1} cannot be trained: the chat template ends it with "
+            f"{whole.removeprefix(before)[-40:]!r} and not with {closing!r}, as other replies"
+        )
 
-    @cached_property
-    def end_ids(self) -> list[int]:
-        """Ids appended to the text of a reply: the end token if the template writes none."""
-        return [] if self.stop else [self._tokenizer.eos_token_id]
+    def ending(self, row: Row, options: ChatOptions) -> str:
+        """Return the text with which a reply ends, up to its stop token; empty if the template writes no such token."""
+        with _named(row, 2):
+            return self._template.closing(options.kwargs).ending
 
 
-def _reply(row: Row, number: int, before: str, after: str, closing: str) -> str:
-    """Return the text of message ``number``, which the template wrote between ``before`` and ``closing``."""
-    if not after.startswith(before):
+def _plain(messages: _Messages) -> list[dict[str, Any]]:
+    return [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+
+
+@contextmanager
+def _named(row: Row, count: int) -> Iterator[None]:
+    try:
+        yield
+    except RendererError as error:
+        raise DataError(f"{row.location}: the chat template refuses the first {count} messages: {error}") from error
+
+
+def _reply(row: Row, number: int, before: str, unclosed: str) -> str:
+    """Return the text of message ``number``, which the template wrote after ``before``."""
+    if not unclosed.startswith(before):
         raise DataError(
             f"{row.location}: message {number} cannot be trained: the chat template renders the conversation with "
             "the reply otherwise than before it, so the reply's tokens are unknown; set its weight to 0, or use "
             "another template"
         )
-    if not after.endswith(closing) or len(after) < len(before) + len(closing):
-        raise DataError(
-            f"{row.location}: message {number} cannot be trained: the chat template ends it with "
-            f"{after[len(before) :][-40:]!r} and not with {closing!r}, as other replies"
-        )
-    return after[len(before) : len(after) - len(closing)]
+    return unclosed[len(before) :]
 
 
 def _joined_pieces(chain: _Chain, encoded: Iterator[Ids], end_ids: list[int]) -> tuple[list[int], list[bool]]:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.rollout import MULTI_MODAL_DATA
-from rollcast.errors import ConfigError, DataError
+from rollcast.contracts.tokenizer import encode_texts as encode_with_special_tokens
+from rollcast.errors import ConfigError, DataError, RendererError
 from rollcast.protocol import Jagged
 from rollcast_data.files import Row
 from rollcast_data.images import MARK, expand_images, has_images, split_images
@@ -78,16 +80,17 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
 
     An image's placeholder is repeated once for each of its tokens, as the model expects it.
 
-    A string is tokenized with the special tokens that the tokenizer adds to a text. Messages are rendered by
-    the chat template with the row's tools and options, and with the opening of the assistant's turn at the end. Without
-    a template their contents are joined by newlines, and a warning is logged once.
+    A string is tokenized with the special tokens that the tokenizer adds to a text; a BOS that it begins with is not
+    added again. Messages are rendered by the chat template with the row's tools and options, and with the opening of
+    the assistant's turn at the end, unless the last one is the assistant's, which the response continues. Without a
+    template their contents are joined by newlines, and a warning is logged once.
 
     Raises:
         DataError: a prompt is malformed, empty, or refused by the template; names file and row.
         ConfigError: ``apply_chat_template`` is ``always`` and the tokenizer has no template.
     """
-    has_template = tokenizer.chat_template is not None
-    if config.apply_chat_template == "always" and not has_template:
+    template = ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
+    if config.apply_chat_template == "always" and template is None:
         raise ConfigError("data.apply_chat_template is 'always', but the tokenizer has no chat template")
     plain: dict[int, str] = {}
     templated: dict[int, str] = {}
@@ -96,18 +99,18 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
     for number, row in enumerate(rows):
         if has_images(row, config):
             messages, images[number] = split_images(row, config)
-            templated[number] = _render(row, messages, tokenizer, read_chat_options(row, config))
+            templated[number] = _render(row, messages, template, read_chat_options(row, config))
             continue
         prompt = raw_prompt(row, config)
         if isinstance(prompt, str) and config.apply_chat_template == "always":
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
             plain[number] = prompt
-        elif config.apply_chat_template == "never" or not has_template:
+        elif config.apply_chat_template == "never" or template is None:
             joined += 1
             plain[number] = "\n".join(message["content"] for message in prompt)
         else:
-            templated[number] = _render(row, prompt, tokenizer, read_chat_options(row, config))
+            templated[number] = _render(row, prompt, template, read_chat_options(row, config))
     if joined and config.apply_chat_template != "never":
         _log.warning("the tokenizer has no chat template: the messages of %d prompts are joined by newlines", joined)
     encoded = dict(zip(plain, encode_texts(list(plain.values()), tokenizer, special=True), strict=True))
@@ -119,25 +122,27 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
     return expand_images(rows, prompts, images, tokenizer) if images else prompts
 
 
-def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> str:
+def _render(row: Row, messages: list[dict[str, Any]], template: ChatTemplate | None, options: ChatOptions) -> str:
+    if template is None:
+        raise DataError(f"{row.location}: a prompt with images needs a chat template, and the tokenizer has none")
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=options.tools or None, tokenize=False, add_generation_prompt=True, **options.kwargs
-            )
-        )
-    except Exception as error:  # a template is a program and may raise anything
-        raise DataError(
-            f"{row.location}: the chat template refuses this prompt: {type(error).__name__}: {error}"
-        ) from error
+        return template.prompt(messages, options.tools, options.kwargs)
+    except RendererError as error:
+        raise DataError(f"{row.location}: the chat template refuses this prompt: {error}") from error
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special: bool) -> list[Ids]:
-    """Return the token ids of each text, with or without the special tokens that the tokenizer adds."""
+    """Return the token ids of each text, with or without the special tokens that the tokenizer adds.
+
+    A BOS that the text begins with is not added again.
+    """
     encoded: list[Ids] = []
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
-        ids = tokenizer(chunk, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+        if special:
+            ids = encode_with_special_tokens(tokenizer, chunk)
+        else:
+            ids = tokenizer(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         # Arrays take a quarter of the memory of lists, and all prompts stay in memory.
         encoded += [array("i", row) for row in ids]
     return encoded

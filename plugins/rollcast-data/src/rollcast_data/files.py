@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from rollcast.contracts.tokenizer import HUB_NAME
 from rollcast.errors import DataError
 
-__all__ = ["HUB_NAME", "Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
+__all__ = ["Row", "expand_files", "find_split", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 
 _MISSING: Any = object()
+#: Name of one of the files of a split on the Hugging Face Hub; older ones end with a hash.
+_SHARD = re.compile(r".+-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
 #: Longest row of a file in bytes. A longer row is probably a file without line breaks, and would fill the memory.
 _LONGEST_ROW = 64 << 20
 #: Deepest nesting of a row; later readers, such as pickle, recurse and have a limit.
@@ -27,11 +30,15 @@ _DEEPEST_ROW = 100
 
 @dataclass(frozen=True)
 class Row:
-    """A row and its position, from 1: a line of a JSONL file, an item of a JSON list, or a row of a Parquet file."""
+    """A row and its position, from 1: a line of a JSONL file, an item of a JSON list, or a row of a Parquet file.
+
+    ``fills_structs`` is True if the file's format adds nulls to the structs of rows, as Parquet does.
+    """
 
     values: Mapping[str, Any]
     path: Path
     number: int
+    fills_structs: bool = False
 
     @property
     def location(self) -> str:
@@ -108,6 +115,38 @@ def _missing_file(path: Path) -> str:
     if near:
         return f"{path} does not exist; the nearest name in {folder.absolute()} is {near[0]}"
     return f"{path} does not exist; files in {folder.absolute()}: {', '.join(names[:10]) or 'none'}"
+
+
+def find_split(folder: Path, split: str, config: str = "main") -> list[Path]:
+    """Return the files of a split in a data set's folder, in order.
+
+    They are ``train.jsonl``, ``train.json`` or ``train.parquet``, or shards as the Hugging Face Hub names them, such as
+    ``train-00000-of-00002.parquet``; in the folder itself, or in its folder ``config`` or ``data``.
+
+    Raises:
+        DataError: there are none, or a shard is missing.
+    """
+    for place in (folder, folder / config, folder / "data"):
+        single = [place / f"{split}{suffix}" for suffix in _READERS if (place / f"{split}{suffix}").is_file()]
+        if single:
+            return single[:1]
+        shards = sorted(path for path in place.glob(f"{split}-*.parquet") if _SHARD.fullmatch(path.name))
+        if shards:
+            _require_all(shards)
+            return shards
+    raise DataError(
+        f"{folder / split}.jsonl does not exist, and no other file of the split, such as {split}.parquet or "
+        f"{split}-00000-of-00001.parquet, in {folder.absolute()} or its folders {config} and data"
+    )
+
+
+def _require_all(shards: Sequence[Path]) -> None:
+    parts = [cast("re.Match[str]", _SHARD.fullmatch(path.name)) for path in shards]
+    numbers, count = [int(part["number"]) for part in parts], int(parts[0]["count"])
+    if numbers != list(range(count)):
+        missing = sorted(set(range(count)) - set(numbers))
+        problem = f"shard {missing[0]} of {count} is missing" if missing else "shards of several versions lie together"
+        raise DataError(f"{shards[0]}: {problem}; its folder has {', '.join(path.name for path in shards[:10])}")
 
 
 def read_files(patterns: Sequence[str | Path]) -> list[Row]:
@@ -227,7 +266,7 @@ def _read_parquet(path: Path) -> list[Row]:
         table = parquet.read_table(path)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} does not open as Parquet: {error}") from error
-    return [Row(values, path, number) for number, values in enumerate(table.to_pylist(), 1)]
+    return [Row(values, path, number, fills_structs=True) for number, values in enumerate(table.to_pylist(), 1)]
 
 
 def _require_small_rows(path: Path, metadata: Any) -> None:
@@ -249,8 +288,6 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
-#: A name of the Hugging Face Hub, which is also a relative path.
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -10,8 +10,10 @@ from rollcast.errors import DataError
 from rollcast_data.files import Row
 from rollcast_data.schemas import DataConfig
 
-__all__ = ["ChatOptions", "describe", "read_chat_options", "read_messages", "read_tools"]
+__all__ = ["COMPLETION", "ChatOptions", "describe", "read_chat_options", "read_messages", "read_tools"]
 
+#: Column of what follows the prompt, as in TRL's datasets of prompt and completion.
+COMPLETION = "completion"
 #: Column of options that the chat template of one row gets.
 _OPTIONS = "chat_template_kwargs"
 
@@ -81,11 +83,8 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{row.location}: {where} has a tool call without function.name: {describe(call)}")
-    arguments = _parsed(row, f"arguments of {where}", function.get("arguments") or {})
-    return {
-        **_without_nulls(call),
-        "function": {**_without_nulls(function), "arguments": _deep_without_nulls(arguments)},
-    }
+    arguments = _parsed(row, f"arguments of {where}", function.get("arguments") or {}, {})
+    return {**_without_nulls(call), "function": {**_without_nulls(function), "arguments": arguments}}
 
 
 def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
@@ -94,7 +93,7 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
     Raises:
         DataError: it is something else, or a schema has no function with a name.
     """
-    tools = _parsed(row, key, row.find(key) or [])
+    tools = _parsed(row, key, row.find(key) or [], [])
     if not isinstance(tools, list):
         raise DataError(
             f"{row.location}: {key} (data.tools_key) has to be a list of JSON schemas or its JSON text, this is "
@@ -102,14 +101,14 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
         )
     found = []
     for number, given in enumerate(tools):
-        schema = _parsed(row, f"schema {number} of {key}", given)
+        schema = _parsed(row, f"schema {number} of {key}", given, None) if isinstance(given, str) else given
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{row.location}: schema {number} of {key} (data.tools_key) is {describe(schema)}; it has to be "
                 '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
             )
-        found.append(_deep_without_nulls(schema))
+        found.append(schema)
     return found
 
 
@@ -119,10 +118,10 @@ def read_chat_options(row: Row, config: DataConfig) -> ChatOptions:
     Raises:
         DataError: a column is malformed.
     """
-    own = _parsed(row, _OPTIONS, row.find(_OPTIONS) or {})
+    own = _parsed(row, _OPTIONS, row.find(_OPTIONS) or {}, {})
     if not isinstance(own, Mapping):
         raise DataError(f"{row.location}: {_OPTIONS} has to be a mapping or its JSON text, this is {describe(own)}")
-    kwargs = {**config.apply_chat_template_kwargs, **_without_nulls(own)}
+    kwargs = {**config.apply_chat_template_kwargs, **own}
     return ChatOptions(read_tools(row, config.tools_key), kwargs)
 
 
@@ -132,14 +131,20 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _parsed(row: Row, what: str, value: Any) -> Any:
-    """Return a value that may be given as JSON text, the form that Parquet files keep without nulls."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{row.location}: {what}: not JSON: {error}") from error
+def _parsed(row: Row, what: str, value: Any, empty: Any) -> Any:
+    """Return a value that may be given as JSON text; ``empty`` for null.
+
+    Nulls in JSON are the data's own. Those of a Parquet file's structs mostly are not: all rows of a column have the
+    same keys, and a key that a row lacks is null.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{row.location}: {what}: not JSON: {error}") from error
+    elif row.fills_structs:
+        value = _deep_without_nulls(value)
+    return empty if value is None else value
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:

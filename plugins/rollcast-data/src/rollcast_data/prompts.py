@@ -15,7 +15,7 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, image_columns, join_ids, raw_prompt, read_images
 from rollcast_data.files import Row, read_files
-from rollcast_data.messages import read_tools
+from rollcast_data.messages import COMPLETION, read_messages, read_tools
 from rollcast_data.schemas import DataConfig, build_data_config
 
 __all__ = ["PromptDataset", "PromptRow", "find_ground_truth", "ground_truth", "other_columns", "require_pad_id"]
@@ -118,7 +118,18 @@ def find_ground_truth(row: Row, config: DataConfig) -> Any:
         return None
     if key == _GROUND_TRUTH and key not in row.values:
         return row.find(_VERL_GROUND_TRUTH)
+    if key == DataConfig.response_key and key not in row.values:
+        return _completion(row)
     return row.find(key)
+
+
+def _completion(row: Row) -> Any:
+    """Return the text of a row's completion, the first reply if it is a list of messages; None if it has none."""
+    value = row.find(COMPLETION)
+    if not isinstance(value, list):
+        return value
+    replies = [each for each in read_messages(row, value, COMPLETION) if each["role"] == "assistant"]
+    return replies[0]["content"] if replies else None
 
 
 def ground_truth(row: Row, config: DataConfig) -> Any:

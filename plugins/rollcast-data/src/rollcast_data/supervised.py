@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
-from rollcast_data.conversations import COMPLETION
 from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, image_columns, join_ids, read_images
 from rollcast_data.files import Row, read_files
+from rollcast_data.messages import COMPLETION
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
 

@@ -7,20 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import ConfigError
-from rollcast_data.files import HUB_NAME
 
 __all__ = ["load_tokenizer", "read_stop_token_ids"]
 
 _log = logging.getLogger("rollcast.data")
-
-# Any one of these is enough for transformers to build a tokenizer from.
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-
-# Class names that transformers 4 and 5 write for a tokenizer that is defined completely by its tokenizer.json.
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -35,32 +29,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     Raises:
         ConfigError: there is no such folder, or no tokenizer in it that loads and has an end token.
     """
+    tokenizer = read_tokenizer(path, trust_remote_code)
+    tokenizer.padding_side = "left"
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        what = "is a file" if folder.is_file() else "does not exist"
-        hint = ""
-        if HUB_NAME.fullmatch(str(path)) and not folder.parent.is_dir():
-            hint = (
-                f"; for a model of the Hugging Face Hub, run hf download {path} --local-dir {folder.name}, and set "
-                f"model.path={folder.name}"
-            )
-        raise ConfigError(f"model.path: {folder.absolute()} {what}; it has to be a folder with a tokenizer{hint}")
-    present = sorted(each.name for each in folder.iterdir())
-    if not any(name in present for name in _FILES):
-        raise ConfigError(
-            f"model.path: {folder.absolute()} has no tokenizer (none of {', '.join(_FILES)}); "
-            f"it holds: {', '.join(present[:20]) or 'nothing'}"
-        )
-    try:
-        tokenizer = _find_class(folder).from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, padding_side="left"
-        )
-    except Exception as error:  # transformers passes on the exceptions of its parsers
-        raise ConfigError(
-            f"model.path: the tokenizer in {folder.absolute()} does not load: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(f"model.path: {folder.absolute()} gives a {type(tokenizer).__name__}, not a tokenizer")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path: the tokenizer in {folder.absolute()} has no eos_token, so no response could end; "
@@ -97,17 +68,3 @@ def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
             f"model.path: eos_token_id in {file.absolute()} is {found!r}; it has to be a token id or a list of them"
         )
     return tuple(dict.fromkeys([cast("int", tokenizer.eos_token_id), *ids]))
-
-
-def _find_class(folder: Path) -> Any:
-    """Return ``AutoTokenizer``, or the class that uses tokenizer.json unchanged if the folder names that class.
-
-    For some model types, Qwen2 among them, ``AutoTokenizer`` of transformers 5 builds the usual tokenizer of
-    the type from the vocabulary alone: a tokenizer of another kind would lose its spaces without a warning.
-    """
-    settings = folder / "tokenizer_config.json"
-    if (folder / "tokenizer.json").is_file() and settings.is_file():
-        declared = json.loads(settings.read_text(encoding="utf-8"))
-        if declared.get("tokenizer_class") in _GENERIC and "auto_map" not in declared:
-            return PreTrainedTokenizerFast
-    return AutoTokenizer

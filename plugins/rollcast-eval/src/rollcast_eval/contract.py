@@ -36,6 +36,7 @@ class GeneratorSetup:
         routing: settings that spread requests over replicas.
         tokenizer: tokenizer of the model.
         folder: folder for further files; may not exist yet.
+        trust_remote_code: allow the model folder's own Python code.
     """
 
     config: DictConfig
@@ -44,6 +45,7 @@ class GeneratorSetup:
     routing: RoutingSettings
     tokenizer: PreTrainedTokenizerBase
     folder: Path
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, eq=False)

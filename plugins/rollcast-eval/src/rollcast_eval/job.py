@@ -121,7 +121,15 @@ class SampleJob:
         """Return the generator that the config selects; None if a sample is a single reply."""
         longest = self._data.max_prompt_length + self._data.max_response_length
         folder = output.with_name(f"{output.name}.run")
-        setup = GeneratorSetup(self._config, self._model.path, longest, self._served.routing(), self.tokenizer, folder)
+        setup = GeneratorSetup(
+            self._config,
+            self._model.path,
+            longest,
+            self._served.routing(),
+            self.tokenizer,
+            folder,
+            self._model.trust_remote_code,
+        )
         kinds = (generators.get(name) for name in generators.names())
         return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
 
@@ -161,7 +169,7 @@ class SampleJob:
         processes = sum(each.world_size for each in self._pools.resource_pool_dict.values())
         runtime: Runtime = runtime_class.from_config(settings, processes=processes)
         stop_token_ids = read_stop_token_ids(self._model.path, self.tokenizer)
-        model = ServedModel.of(self._model.path, self.tokenizer, stop_token_ids)
+        model = ServedModel.of(self._model.path, self.tokenizer, stop_token_ids, self._model.trust_remote_code)
         try:
             worker = self._served.worker(model, self._sample.seed, self._placement.device)
             roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: worker}

@@ -56,7 +56,7 @@ class CommandJudge:
         """Return the worker that hosts a replica; see :meth:`ServedRole.worker`."""
         path, trust = str(self._config.model.path), self._config.model.trust_remote_code
         tokenizer = load_tokenizer(path, trust)
-        model = ServedModel.of(path, tokenizer, read_stop_token_ids(path, tokenizer))
+        model = ServedModel.of(path, tokenizer, read_stop_token_ids(path, tokenizer), trust)
         return self._role.worker(model, seed, device, log_dir)
 
     def start(

@@ -22,30 +22,40 @@ def read_dtype(path: str) -> torch.dtype:
     Raises:
         CheckpointError: there is no readable ``config.json``.
     """
-    dtype: torch.dtype | None = read_model_config(path).dtype
-    return dtype or torch.float32
+    try:
+        # The general class reads the dtype of every model, also of one whose own class is code of its folder.
+        dtype = transformers.PretrainedConfig.from_pretrained(path).dtype
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model config could be read from {path}: {error}") from error
+    found: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found or torch.float32
 
 
-def build_model(path: str) -> nn.Module:
+def build_model(path: str, trust_remote_code: bool = False) -> nn.Module:
     """Return the folder's architecture in eval mode, with weights that are still meaningless.
 
     Raises:
         CheckpointError: there is no readable ``config.json``.
     """
-    config = read_model_config(path)
+    config = read_model_config(path, trust_remote_code)
     with torch.random.fork_rng(devices=[]):  # initial weights must not consume random numbers of the process
-        model: nn.Module = _auto_class(config).from_config(config, dtype=read_dtype(path))
+        model: nn.Module = _auto_class(config).from_config(
+            config, dtype=read_dtype(path), trust_remote_code=trust_remote_code
+        )
     return _on_device(model)
 
 
-def load_model(path: str) -> nn.Module:
+def load_model(path: str, trust_remote_code: bool = False) -> nn.Module:
     """Return the folder's model in eval mode, in the dtype of :func:`read_dtype`.
 
     Raises:
         CheckpointError: config or weights are missing or unreadable.
     """
     try:
-        model: nn.Module = _auto_class(read_model_config(path)).from_pretrained(path, dtype=read_dtype(path))
+        config = read_model_config(path, trust_remote_code)
+        model: nn.Module = _auto_class(config).from_pretrained(
+            path, dtype=read_dtype(path), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
     return _on_device(model)

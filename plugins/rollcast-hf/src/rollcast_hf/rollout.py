@@ -93,7 +93,7 @@ class HfRollout(BaseRollout):
         #: Image processor of a vision-language model; loaded with the first request.
         self._images: ImageInputs | None = None
         self._sees = False  # True for a vision-language model
-        self._stops = StopStrings(setup.model_path)
+        self._stops = StopStrings(setup.model_path, setup.trust_remote_code)
         #: The module while :meth:`generating` holds it.
         self._held: nn.Module | None = None
         self._adapter = AdapterHooks()
@@ -149,7 +149,7 @@ class HfRollout(BaseRollout):
         async with self._turn:
             self._adapter.remove()
             if self._own is None:
-                self._own = build_model(self.setup.model_path)
+                self._own = build_model(self.setup.model_path, self.setup.trust_remote_code)
             try:
                 # In a thread: the buckets may come from another process, and the loop must stay responsive.
                 report = await asyncio.to_thread(load_buckets, self._own, buckets, version)
@@ -177,10 +177,10 @@ class HfRollout(BaseRollout):
                 pass
             try:
                 if self._weights is None:
-                    self._weights = ModelWeights.of(self.setup.model_path)
+                    self._weights = ModelWeights.of(self.setup.model_path, self.setup.trust_remote_code)
                 check_adapter(adapter, self._weights)
                 if self._own is None:
-                    self._own = load_model(self.setup.model_path)
+                    self._own = load_model(self.setup.model_path, self.setup.trust_remote_code)
                 self._adapter.attach(self._own, adapter)
             except RollcastError as error:
                 self._state.fail("adapter", version, error)
@@ -200,12 +200,12 @@ class HfRollout(BaseRollout):
         """
         self._check_usable()
         if self._limits is None:
-            config = read_model_config(self.setup.model_path)
+            config = read_model_config(self.setup.model_path, self.setup.trust_remote_code)
             self._limits, self._sees = ModelLimits.of(config), is_vision_model(config)
         request = fit_request(request, self._limits, self.setup.config.on_long_prompt)
         row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
         if (row.images or self._sees) and self._images is None:
-            self._images = ImageInputs(self.setup.model_path)
+            self._images = ImageInputs(self.setup.model_path, self.setup.trust_remote_code)
         if self._images is not None:
             check_images(request, row, self._images)
         loop = asyncio.get_running_loop()
@@ -377,7 +377,7 @@ class HfRollout(BaseRollout):
             return
         if self._engine is None:
             if self._own is None:
-                self._own = load_model(self.setup.model_path)
+                self._own = load_model(self.setup.model_path, self.setup.trust_remote_code)
             yield self._own
             return
         with self._engine.in_process_module() as module:

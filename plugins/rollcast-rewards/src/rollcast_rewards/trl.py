@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.chat_template import join_replies
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue, rewards
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.function import is_async_callable, signature_of, takes_any_keyword
@@ -371,11 +372,14 @@ def _split(sample: RewardSample) -> tuple[str | Conversation, str | Conversation
     prompt = [dict(message) for message in sample.raw_prompt]
     messages = [dict(message) for message in sample.extra_info.get("messages") or ()]
     if not messages:
-        return prompt, [{"role": "assistant", "content": sample.response}]
+        messages = [*prompt, {"role": "assistant", "content": sample.response}]
     if not _starts_with(messages, prompt):
         # An environment began the conversation in its own way.
         first = next((place for place, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
         return messages[:first], messages[first:]
+    if prompt and prompt[-1].get("role") == "assistant":
+        # A prefill: as in TRL, the completion's first message has it and the reply that continues it.
+        return prompt[:-1], [dict(message) for message in join_replies(messages)[len(prompt) - 1 :]]
     return prompt, messages[len(prompt) :]
 
 

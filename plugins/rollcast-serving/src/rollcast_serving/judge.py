@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollcast import build_section
+from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
+from rollcast.contracts.tokenizer import encode_texts
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
@@ -157,10 +159,8 @@ class ServedJudge(Judge):
     def _encode(self, messages: str | Sequence[Mapping[str, Any]]) -> array[int]:
         tokenizer = self._tokenizer
         if isinstance(messages, str):
-            return array("i", tokenizer(messages)["input_ids"])
+            return array("i", encode_texts(tokenizer, [messages])[0])
         if tokenizer.chat_template is None:
-            return array("i", tokenizer("\n".join(str(each["content"]) for each in messages))["input_ids"])
-        text = tokenizer.apply_chat_template(
-            [dict(each) for each in messages], add_generation_prompt=True, tokenize=False
-        )
+            return array("i", encode_texts(tokenizer, ["\n".join(str(each["content"]) for each in messages)])[0])
+        text = ChatTemplate(tokenizer, "judge.model.path").prompt(messages)
         return array("i", tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -36,6 +36,7 @@ class ReplicaSpec:
         seed: seed of the sampler.
         pad_token_id, eos_token_id: ids of the tokenizer.
         stop_token_ids: ids that end every response; see :class:`~rollcast.contracts.rollout.RolloutSetup`.
+        trust_remote_code: allow the model folder's own Python code.
         python: interpreter of the replica's environment; None for this process's.
         env: environment variables in addition to this process's own.
         launch_timeout_s: deadline until it is ready, in seconds.
@@ -51,6 +52,7 @@ class ReplicaSpec:
     pad_token_id: int
     eos_token_id: int
     stop_token_ids: tuple[int, ...] = ()
+    trust_remote_code: bool = False
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     launch_timeout_s: float = 300.0
@@ -145,6 +147,7 @@ class ReplicaProcess:
             "pad_token_id": spec.pad_token_id,
             "eos_token_id": spec.eos_token_id,
             "stop_token_ids": spec.stop_token_ids,
+            "trust_remote_code": spec.trust_remote_code,
             "host": spec.host,
             "token": self._token,
             "tell": theirs,

@@ -17,8 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
+from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.errors import RequestError
+from rollcast.contracts.tokenizer import encode_texts, read_tokenizer
+from rollcast.errors import RendererError, RequestError
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_bodies import MAX_BODY, read_object
 from rollcast_serving.openai_errors import answer_errors, error_response
@@ -42,14 +44,16 @@ __all__ = ["build_openai_app"]
 class _Chat:
     """The model's tokenizer, loaded when the first text arrives."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, trust_remote_code: bool) -> None:
+        self.path, self._trust = path, trust_remote_code
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        return read_tokenizer(self.path, self._trust)
 
-        return AutoTokenizer.from_pretrained(self.path)
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, up to the start of the reply.
@@ -57,20 +61,16 @@ class _Chat:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        from jinja2.exceptions import TemplateError
-
         try:
-            text = self.tokenizer.apply_chat_template(
-                plain_messages(messages), add_generation_prompt=True, tokenize=False
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            text = self.template.prompt(plain_messages(messages))
+        except RendererError as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of the prompt of a completion."""
+        return encode_texts(self.tokenizer, [text])[0]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
@@ -78,11 +78,18 @@ class _Chat:
 
 
 class _Api:
-    def __init__(self, rollout: BaseRollout, model_path: str, watch: EngineWatch, default: SamplingParams) -> None:
+    def __init__(
+        self,
+        rollout: BaseRollout,
+        model_path: str,
+        watch: EngineWatch,
+        default: SamplingParams,
+        trust_remote_code: bool,
+    ) -> None:
         self.rollout, self._watch, self._default = rollout, watch, default
         models = dict.fromkeys(("policy", Path(model_path).name or "policy"))
         self.endpoint = Endpoint(tuple(models), seeds="" if rollout.capabilities.seeds else "the rollout has no seeds")
-        self.chat_model = _Chat(model_path)
+        self.chat_model = _Chat(model_path, trust_remote_code)
 
     async def models(self, request: web.Request) -> web.Response:
         return models_response(self.endpoint.models, request.match_info.get("name"))
@@ -150,7 +157,13 @@ def _guard(token: str) -> Any:
 
 
 def build_openai_app(
-    rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch, default: SamplingParams
+    rollout: BaseRollout,
+    model_path: str,
+    token: str,
+    watch: EngineWatch,
+    default: SamplingParams,
+    *,
+    trust_remote_code: bool = False,
 ) -> web.Application:
     """Return the application for agents.
 
@@ -162,7 +175,7 @@ def build_openai_app(
         default: sampling parameters that a request does not set.
     """
     app = web.Application(middlewares=[_guard(token)], client_max_size=MAX_BODY)
-    api = _Api(rollout, model_path, watch, default)
+    api = _Api(rollout, model_path, watch, default, trust_remote_code)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{name:.+}", api.models)
     app.router.add_post("/v1/completions", api.completions)

@@ -60,6 +60,7 @@ def _build(spec: Mapping[str, Any]) -> BaseRollout:
             spec["pad_token_id"],
             spec["eos_token_id"],
             tuple(spec["stop_token_ids"]),
+            spec["trust_remote_code"],
         )
     )
     return hold_requests(rollout, config.update_in_flight)
@@ -91,7 +92,8 @@ async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> in
     runner, port = await _listen(build_app(rollout, spec["token"], watch), spec["host"])
     # Always on the loopback, independent of the other server's address: it is for agents on this machine.
     default = configured_sampling(rollout.setup.config, _MAX_TOKENS)
-    openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch, default)
+    trust = spec["trust_remote_code"]
+    openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch, default, trust_remote_code=trust)
     openai, openai_port = await _listen(openai_app, "127.0.0.1")
     _tell(tell, {"port": port, "openai_port": openai_port})
     await stopping.wait()

@@ -32,17 +32,26 @@ class ServedModel:
         path: folder of the model and tokenizer.
         pad_token_id, eos_token_id: ids of the tokenizer.
         stop_token_ids: ids that end every response; see :class:`~rollcast.contracts.rollout.RolloutSetup`.
+        trust_remote_code: allow the folder's own Python code.
     """
 
     path: str
     pad_token_id: int
     eos_token_id: int
     stop_token_ids: tuple[int, ...] = ()
+    trust_remote_code: bool = False
 
     @classmethod
-    def of(cls, path: str, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> ServedModel:
+    def of(
+        cls,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        trust_remote_code: bool = False,
+    ) -> ServedModel:
         """Return the model with its tokenizer's ids."""
-        return cls(path, int(tokenizer.pad_token_id), int(tokenizer.eos_token_id), tuple(stop_token_ids))
+        ids = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
+        return cls(path, *ids, tuple(stop_token_ids), trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class ServedRole:
             pad_token_id=model.pad_token_id,
             eos_token_id=model.eos_token_id,
             stop_token_ids=model.stop_token_ids,
+            trust_remote_code=model.trust_remote_code,
             python=replica.python,
             env={**hidden, **self.rollout_class.environment(self.config), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RequestError
 
 __all__ = ["StopMatcher", "StopStrings", "TextPieces", "count_until_stop"]
@@ -101,9 +102,7 @@ class StopStrings:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._path, trust_remote_code=self._trust)
+        return read_tokenizer(self._path, self._trust)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollcast.errors import PluginLoadError
-from rollcast_serving.engines.arguments import bind_threads, trusts_remote_code
+from rollcast_serving.engines.arguments import bind_threads
 from rollcast_sglang.schemas import SglangRolloutConfig
 
 __all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "server_environment"]
@@ -40,7 +40,7 @@ def find_sglang() -> Path:
 
 
 def server_environment(
-    config: SglangRolloutConfig, model_path: str, base: Mapping[str, str], gpu: bool
+    config: SglangRolloutConfig, model_path: str, base: Mapping[str, str], gpu: bool, trust_remote_code: bool = False
 ) -> dict[str, str]:
     """Return the environment variables of the server's process.
 
@@ -49,6 +49,7 @@ def server_environment(
         model_path: folder of the model.
         base: inherited variables; they override defaults that users may change.
         gpu: True if it runs on a GPU. Otherwise packages that are not installed are replaced by stand-ins.
+        trust_remote_code: allow the model folder's own Python code.
     """
     wanted = {
         "OMP_NUM_THREADS": "1",
@@ -60,7 +61,7 @@ def server_environment(
     if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound
     # SGLang reserves a position or two of its context, so its context must exceed the model's.
-    model = json.dumps([model_path, trusts_remote_code(config)])
+    model = json.dumps([model_path, trust_remote_code])
     forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not gpu:
         forced["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -29,7 +29,6 @@ from rollcast_serving.engines.arguments import (
     has_gpu,
     limit_positions,
     starts_without_weights,
-    trusts_remote_code,
 )
 from rollcast_serving.engines.http_client import RefusedError
 from rollcast_serving.engines.job import SequenceSeeds, request_failure
@@ -93,7 +92,7 @@ class SglangRollout(BaseRollout):
         self.capabilities = dataclasses.replace(  # type: ignore[misc]
             type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
         )
-        trust = trusts_remote_code(self._config)
+        trust = setup.trust_remote_code
         model_config = read_model_config(setup.model_path, trust)
         limits = ModelLimits.of(model_config)
         self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
@@ -103,7 +102,7 @@ class SglangRollout(BaseRollout):
             self._recorded = RecordedLayers.of(setup.model_path, model_config, weights)
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
-        environment = server_environment(self._config, setup.model_path, os.environ, gpu)
+        environment = server_environment(self._config, setup.model_path, os.environ, gpu, trust)
         self.server = ServerProcess("SGLang", "rollcast_sglang.server", args, environment, self._folder, _LEFTOVERS)
         self._client = SglangClient(self.server)
         self._stops = StopStrings(setup.model_path, trust)

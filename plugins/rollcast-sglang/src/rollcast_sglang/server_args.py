@@ -73,6 +73,7 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
     values: dict[str, Any] = {
         "model_path": setup.model_path,
         "random_seed": setup.seed % 2**31,
+        "trust_remote_code": setup.trust_remote_code,
         "dtype": loaded_dtype(config.dtype, not gpu) or config.dtype,
         "load_format": "dummy" if without_weights else config.load_format,
         "attention_backend": config.attention_backend or (None if gpu else "torch_native"),

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.contract import BaseDataset, datasets
@@ -63,11 +64,9 @@ class DatasetSuite:
     @pytest.fixture
     def tokenizer(self, tmp_path: Path) -> Any:
         """Return a tokenizer with one token per character."""
-        from transformers import AutoTokenizer
-
         template = CHAT_TEMPLATE if self.has_chat_template else None
         folder = tiny_model_folder(tmp_path / "model", weights=False, chat_template=template)
-        return AutoTokenizer.from_pretrained(folder)
+        return read_tokenizer(folder)
 
     @pytest.fixture
     def dataset_class(self) -> type[BaseDataset]:

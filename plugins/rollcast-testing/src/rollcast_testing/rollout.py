@@ -26,6 +26,7 @@ from rollcast.contracts.rollout import (
     SamplingParams,
     rollouts,
 )
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import CapabilityError, RollcastError
 from rollcast_testing.rollout_images import RolloutImages
 from rollcast_testing.rollout_mixture import RolloutMixtures
@@ -165,11 +166,9 @@ class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
 
     def test_stop_string(self, rollout: BaseRollout, reference: Any, model_folder: Path) -> None:
         """Check that generation ends at the token that completes a stop text, and that other sequences continue."""
-        from transformers import AutoTokenizer
-
         prompt = make_prompts(1)[0]
         expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        tokenizer = read_tokenizer(model_folder)
         texts = [str(tokenizer.decode(expected[:end], skip_special_tokens=False)) for end in range(len(expected) + 1)]
         # The stop text spans from the middle of one token's text to the middle of the next one's, if long enough.
         stop = texts[4][(len(texts[2]) + len(texts[3])) // 2 : -1] or texts[4][len(texts[3]) :]

@@ -37,6 +37,7 @@ def build_arguments(setup: RolloutSetup, max_positions: int | None) -> dict[str,
     config: TrtllmRolloutConfig = setup.config
     own: dict[str, Any] = {
         "model": setup.model_path,
+        "trust_remote_code": setup.trust_remote_code,
         "backend": "pytorch",
         "dtype": loaded_dtype(config.dtype, on_cpu=False) or config.dtype,
         "load_format": "dummy" if starts_without_weights(setup) else config.load_format,

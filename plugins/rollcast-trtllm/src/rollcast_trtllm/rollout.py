@@ -35,7 +35,7 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError, RolloutError
 from rollcast_serving.casting import loaded_dtype
-from rollcast_serving.engines.arguments import limit_positions, starts_without_weights, trusts_remote_code
+from rollcast_serving.engines.arguments import limit_positions, starts_without_weights
 from rollcast_serving.engines.http_client import EngineClient
 from rollcast_serving.engines.job import BaseJob, SequenceSeeds
 from rollcast_serving.engines.server_process import ServerProcess
@@ -98,7 +98,7 @@ class TrtllmRollout(BaseRollout):
         super().__init__(setup)
         self._config = cast(TrtllmRolloutConfig, setup.config)
         require_trtllm()
-        trust = trusts_remote_code(self._config)
+        trust = setup.trust_remote_code
         limits = ModelLimits.of(read_model_config(setup.model_path, trust))
         self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
         arguments = build_arguments(setup, self._limits.max_positions)

@@ -73,6 +73,7 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
     values = {
         "model": setup.model_path,
         "seed": setup.seed,
+        "trust_remote_code": setup.trust_remote_code,
         "dtype": loaded_dtype(config.dtype, not gpu) or config.dtype,
         "load_format": "dummy" if starts_without_weights(setup) else config.load_format,
         "enforce_eager": config.enforce_eager or not gpu,

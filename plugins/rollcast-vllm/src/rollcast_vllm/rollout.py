@@ -28,7 +28,6 @@ from rollcast_serving.engines.arguments import (
     has_gpu,
     limit_positions,
     starts_without_weights,
-    trusts_remote_code,
 )
 from rollcast_serving.engines.job import empty_output
 from rollcast_serving.engines.routing import RecordedLayers
@@ -114,7 +113,7 @@ class VllmRollout(BaseRollout):
         prepare_environment(config)
         require_vllm()
         self._can_release = config.free_cache_engine and has_gpu()
-        trust = self._trust_remote_code = trusts_remote_code(config)
+        trust = self._trust_remote_code = setup.trust_remote_code
         model_config = read_model_config(setup.model_path, trust)
         self._model_type = str(model_config.model_type)
         self._images = _prepare_images(setup.model_path, model_config, trust)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 
+from rollcast.contracts.chat_template import ChatTemplate, join_replies
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolSchema
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
@@ -19,7 +20,6 @@ from rollcast_agents.tool_formats import tool_format
 
 __all__ = ["ChatTemplateRenderer", "split_reasoning"]
 
-_MARK = "rollcast-mark"
 _THINK = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
@@ -39,32 +39,20 @@ class ChatTemplateRenderer(BaseRenderer):
 
     def __init__(self, setup: RendererSetup) -> None:
         super().__init__(setup)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.model_path)
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise RendererError(
-                f"agent.renderer=chat_template: the tokenizer in {setup.model_path} has no chat template; choose "
-                "another renderer, or a model with one"
-            )
+        self._tokenizer: Any = read_tokenizer(setup.model_path, setup.trust_remote_code)
+        self._template = ChatTemplate(self._tokenizer, "agent.renderer=chat_template")
         self._parse_calls = tool_format(setup.tool_format or "hermes")
 
     # ---- rendering ----
 
-    def _text(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema], prompt: bool) -> str:
+    @contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                for_template(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **self.setup.options,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            if isinstance(error, RendererError):
-                raise
+            yield
+        except RendererError as error:
             raise RendererError(
                 f"the chat template of {self.setup.model_path} refuses the messages: {error}"
             ) from error
-        return text
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -74,36 +62,37 @@ class ChatTemplateRenderer(BaseRenderer):
         return text
 
     def start(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens:
-        return self.encode(self._text(messages, tools, prompt=True))
+        plain = join_replies(for_template(messages))
+        with self._named():
+            return self.encode(self._template.prompt(plain, tools, self.setup.options))
 
     def extend(self, ids: Tokens, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens | None:
-        last = max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
+        plain, options = join_replies(for_template(messages)), self.setup.options
+        # A last message of the assistant is a prefill of the next reply, not the reply that ``ids`` end with.
+        known = plain[:-1] if plain and plain[-1]["role"] == "assistant" else plain
+        last = max((i for i, message in enumerate(known) if message["role"] == "assistant"), default=-1)
         if last < 0 or not len(ids):
             return None
-        before = self._text(messages[: last + 1], tools, prompt=False)
-        whole = self._text(messages, tools, prompt=True)
-        if not before.endswith(self._closing) or not whole.startswith(before):
+        with self._named():
+            before = self._template.unclosed(plain[: last + 1], tools, options)
+            whole = self._template.prompt(plain, tools, options)
+            ending = self._template.closing(options).ending
+        if before is None or not whole.startswith(before):
             return None
-        closing = self._closing
+        more = whole[len(before) :]
         if int(ids[-1]) in self.stop_token_ids:
-            # The sampled reply includes its stop token, but not the text that the template writes after that token.
-            stop = self._tokenizer.convert_ids_to_tokens(int(ids[-1]))
-            closing = closing.removeprefix(stop)
-        return np.concatenate([ids, self.encode(closing + whole[len(before) :])])
-
-    @cached_property
-    def _closing(self) -> str:
-        """Text that the template writes after a reply, such as ``<|im_end|>`` and a line break."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        text = self._text(messages, (), prompt=False)
-        return text.rpartition(_MARK)[2]
+            # The sampled reply has its stop token, but not the text that the template writes after that token.
+            blank, stop, behind = more.partition(str(self._tokenizer.convert_ids_to_tokens(int(ids[-1]))))
+            if stop and (not blank.strip() or blank + stop == ending):
+                more = behind
+        return np.concatenate([ids, self.encode(more)])
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        first = self.encode(self._closing)[:1].tolist()
-        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
-        found = [*(each for each in first if each in special), self._tokenizer.eos_token_id]
-        return tuple(dict.fromkeys(int(each) for each in found if each is not None))
+        with self._named():
+            stop = self._template.closing(self.setup.options).stop
+        found = [self._tokenizer.convert_tokens_to_ids(stop) if stop else None, self._tokenizer.eos_token_id]
+        return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
     # ---- parsing ----
 

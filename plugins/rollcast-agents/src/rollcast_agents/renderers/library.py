@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
@@ -37,7 +37,7 @@ class LibraryRenderer(BaseRenderer):
             ) from error
         options = dict(setup.options)
         name = options.pop("name", None)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.model_path)
+        self._tokenizer: Any = read_tokenizer(setup.model_path, setup.trust_remote_code)
         try:
             chosen = None if name is None else config_from_name(name)
             self._renderer: Any = renderers.create_renderer(
@@ -47,11 +47,13 @@ class LibraryRenderer(BaseRenderer):
             raise RendererError(f"agent.renderer=library, {name or self._tokenizer.name_or_path!r}: {error}") from error
 
     def start(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens:
+        _refuse_prefill(messages)
         return self._checked(
             self._renderer.render_ids, for_template(messages), tools=_specs(tools), add_generation_prompt=True
         )
 
     def extend(self, ids: Tokens, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens | None:
+        _refuse_prefill(messages)
         plain = for_template(messages)
         last = max((i for i, message in enumerate(plain) if message["role"] == "assistant"), default=-1)
         prompt, reply = self._split(ids)
@@ -86,6 +88,14 @@ class LibraryRenderer(BaseRenderer):
             return np.asarray(render(messages, **options), np.int32)
         except Exception as error:  # the package's errors have no common class
             raise RendererError(f"renderers: the messages cannot be rendered: {error}") from error
+
+
+def _refuse_prefill(messages: Sequence[ChatMessage]) -> None:
+    if messages and messages[-1].get("role") == "assistant":
+        raise RendererError(
+            "agent.renderer=library: the prompt ends with a message of the assistant, which this renderer cannot "
+            "continue; use agent.renderer=chat_template"
+        )
 
 
 def _specs(tools: Sequence[ToolSchema]) -> list[Any] | None:

@@ -144,7 +144,7 @@ class AgentRollout(Stage):
             return setup
         data = self.run.task.data
         longest = data.max_prompt_length + data.max_response_length
-        host = HostSetup(self._config, setup.model.path, longest)
+        host = HostSetup(self._config, setup.model.path, longest, setup.model.trust_remote_code)
         return AgentWorkerSetup(host, self.run.task.served.routing() if self._role == AGENT_LOOP else None)
 
     def __call__(self, batch: DataProto) -> DataProto:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcast.errors import DataError
 from rollcast_data.contract import BasePreprocessor, PreprocessReport
-from rollcast_data.files import read_files, write_parquet
+from rollcast_data.files import find_split, read_files, write_parquet
 
 __all__ = ["INSTRUCTION", "TOOL_INSTRUCTION", "Gsm8k", "Gsm8kWithTool"]
 
@@ -27,10 +27,11 @@ _ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 class Gsm8k(BasePreprocessor):
-    """GSM8K from the folder with train.jsonl and test.jsonl (columns question and answer).
+    """GSM8K from the folder with train.jsonl and test.jsonl (columns question and answer), or the Hub's.
 
-    Writes train.parquet and test.parquet with the columns data_source, prompt (chat messages),
-    ability, ground_truth (the number after ####, without commas), extra_info, split and index.
+    The Hub's folder has ``main/train-00000-of-00001.parquet``. Writes train.parquet and test.parquet with the columns
+    data_source, prompt (chat messages), ability, ground_truth (the number after ####, without commas), extra_info,
+    split and index.
     """
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
@@ -42,9 +43,12 @@ class Gsm8k(BasePreprocessor):
         """
         if source is None:
             where = "--input, or data.preprocess_source"
-            raise DataError(f"gsm8k needs a source ({where}): the folder that holds train.jsonl and test.jsonl")
+            raise DataError(
+                f"gsm8k needs a source ({where}): the folder that holds train.jsonl and test.jsonl, or the "
+                "Hub's folder main"
+            )
         # Both files are read before either is written, so a bad row does not leave half of a data set behind.
-        splits = {split: list(_rows(source / f"{split}.jsonl", split, self.prompt)) for split in ("train", "test")}
+        splits = {split: list(_rows(find_split(source, split), split, self.prompt)) for split in ("train", "test")}
         names = {f"{split}.parquet": rows for split, rows in splits.items()}
         return PreprocessReport({name: write_parquet(output / name, rows) for name, rows in names.items()})
 
@@ -63,8 +67,8 @@ class Gsm8kWithTool(Gsm8k):
         return [{"role": "system", "content": TOOL_INSTRUCTION}, {"role": "user", "content": question}]
 
 
-def _rows(path: Path, split: str, prompt: Callable[[str], list[dict[str, str]]]) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(read_files([path])):
+def _rows(paths: list[Path], split: str, prompt: Callable[[str], list[dict[str, str]]]) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(read_files(paths)):
         question, answer = str(row.get("question")), str(row.get("answer"))
         match = _ANSWER.search(answer)
         if match is None:

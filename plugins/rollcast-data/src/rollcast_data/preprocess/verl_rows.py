@@ -37,7 +37,7 @@ class DapoMath(BasePreprocessor):
             DataError: there is no source, a file is missing, or a row lacks its prompt or its answer.
         """
         folder = _require_source(source, "dapo_math", self.files)
-        splits = {split: list(self._rows(folder / file)) for split, file in self.files.items()}
+        splits = {split: list(self._rows(_in_folder(folder, file))) for split, file in self.files.items()}
         return _write(output, splits)
 
     def messages(self, prompt: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -88,7 +88,7 @@ class EurusCode(BasePreprocessor):
         left_out = 0
         splits: dict[str, list[dict[str, Any]]] = {}
         for split, pattern in self.files.items():
-            problems = [row for row in read_files([folder / pattern]) if row.get("ability") == "code"]
+            problems = [row for row in read_files([_in_folder(folder, pattern)]) if row.get("ability") == "code"]
             rows = [_program(row, index) for index, row in enumerate(problems)]
             splits[split] = [row for row in rows if row is not None]
             left_out += len(rows) - len(splits[split])
@@ -123,6 +123,11 @@ def _require_source(source: Path | None, name: str, files: Mapping[str, str]) ->
             f"{' and '.join(files.values())}"
         )
     return source
+
+
+def _in_folder(folder: Path, pattern: str) -> Path:
+    """Return the pattern of files in a folder, or in its folder ``data`` as on the Hugging Face Hub."""
+    return next((place / pattern for place in (folder, folder / "data") if any(place.glob(pattern))), folder / pattern)
 
 
 def _prompt(row: Row) -> list[dict[str, str]]:

@@ -19,9 +19,10 @@ __all__ = [
     "join_arguments",
     "limit_positions",
     "starts_without_weights",
-    "trusts_remote_code",
 ]
 
+#: Keys of the model that engines have an argument for.
+_MODEL_KEYS = {"trust_remote_code": "model.trust_remote_code"}
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt"}
 
 
@@ -47,6 +48,8 @@ def join_arguments(
             problem = (
                 f": set rollout.{name} instead"
                 if hasattr(config, name)
+                else f": set {_MODEL_KEYS[key]} instead"
+                if key in _MODEL_KEYS
                 else " cannot be set: rollcast depends on its value"
             )
             raise ConfigError(f"rollout.engine_kwargs.{key}{problem}")
@@ -90,8 +93,3 @@ def bind_threads(ranks: int) -> str | None:
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return "|".join(str(core) for core in cores[:ranks]) if len(cores) >= ranks else None
-
-
-def trusts_remote_code(config: Any) -> bool:
-    """Return True if the user allows the model folder's own Python code, by ``rollout.engine_kwargs``."""
-    return bool(config.engine_kwargs.get("trust_remote_code", False))

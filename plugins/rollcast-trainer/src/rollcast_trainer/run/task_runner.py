@@ -493,7 +493,7 @@ class TaskRunner:
 
     def rollout_model(self) -> ServedModel:
         """Return the model that the rollout's replicas load at start."""
-        return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
+        return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids, self.model.trust_remote_code)
 
     def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
         """Restart groups after a run has lost processes; return the roles whose processes are new.

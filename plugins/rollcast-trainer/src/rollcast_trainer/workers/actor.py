@@ -110,6 +110,7 @@ class ActorRolloutRefWorker(Worker):
                 pad_token_id=self.setup.pad_token_id,
                 eos_token_id=self.setup.eos_token_id,
                 stop_token_ids=self.setup.stop_token_ids,
+                trust_remote_code=self.setup.model.trust_remote_code,
             )
         )
         self.weight_sync = sync_class(self.actor.engine, [self.rollout])

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 
 CALL = "CALL "
@@ -17,7 +17,7 @@ class MyPlugin(BaseRenderer):
 
     def __init__(self, setup: RendererSetup) -> None:
         super().__init__(setup)
-        self.tokenizer = AutoTokenizer.from_pretrained(setup.model_path)
+        self.tokenizer = read_tokenizer(setup.model_path, setup.trust_remote_code)
 
     def start(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens:
         """Return the ids of a conversation, up to where the model's reply begins."""

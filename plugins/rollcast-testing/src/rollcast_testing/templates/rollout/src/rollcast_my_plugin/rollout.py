@@ -19,7 +19,7 @@ class MyPluginRollout(BaseRollout):
         super().__init__(setup)
         self.model = AutoModelForCausalLM.from_pretrained(setup.model_path).float().eval()
         self.limits = ModelLimits.of(self.model.config)
-        self.strings = StopStrings(setup.model_path)
+        self.strings = StopStrings(setup.model_path, setup.trust_remote_code)
         self.random = torch.Generator().manual_seed(setup.seed)
         self.version = 0
         self.broken = ""

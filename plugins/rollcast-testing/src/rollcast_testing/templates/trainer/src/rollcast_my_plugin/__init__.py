@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.hooks import build_hook_manager
+from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trainer import BaseTrainer, RunResult
 from rollcast.errors import ConfigError
 from rollcast_data.files import read_files
@@ -41,7 +42,7 @@ class MyPlugin(BaseTrainer):
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         self.config, self.run_dir, self.step = config, run_dir, 0
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.tokenizer = read_tokenizer(config.model.path)
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path).float()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.actor.optim.lr)
         self.rows = [(str(row.get("prompt")), str(row.get("response"))) for row in read_files(config.data.train_files)]
