@@ -199,7 +199,7 @@ def test_none_leaves_only_that_function_out(build: Build, caplog: pytest.LogCapt
     assert [result.score for result in results] == [5.0, 5.0, 4.0, 0.0]
     assert [dict(result.extra) for result in results] == [
         {"only_even": 0.0, "slow": 0.5},
-        {"slow": 0.5},
+        {"only_even": None, "slow": 0.5},
         {"only_even": 2.0},
         {},
     ]
