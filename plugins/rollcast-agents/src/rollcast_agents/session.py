@@ -274,7 +274,7 @@ class RecordingSession(Session):
         own = None if routed is None else routed[start:]
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
-        message = self._renderer.parse(tokens)
+        message = self._renderer.parse(tokens, context.tools)
         leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
