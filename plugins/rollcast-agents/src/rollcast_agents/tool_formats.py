@@ -315,8 +315,8 @@ class _JsonNames(ast.NodeTransformer):
     """Replacement of JSON's ``true``, ``false`` and ``null`` by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        value = {"true": True, "false": False, "null": None}.get(node.id, _UNREAD)
-        return node if value is _UNREAD else ast.Constant(value)
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
 
 
 _MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*([\w-]+)\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
