@@ -362,7 +362,7 @@ def _weights(given: Sequence[float] | None, paths: Sequence[str]) -> list[float]
     value: Any = given
     weights = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not all(is_weight(weight) for weight in weights) or len(weights) != len(paths):
-        raise ConfigError(f"{_WEIGHTS} is {given!r}; it needs one finite number for each of {', '.join(paths)}")
+        raise ConfigError(f"{_WEIGHTS} is {given!r}; it needs one number for each of {', '.join(paths)}")
     return [float(weight) for weight in weights]
 
 
