@@ -169,6 +169,8 @@ def _not_finite(data: DataProto) -> list[str]:
     inside = Jagged.of(data["response_mask"]).values.bool() if "response_mask" in data else None
     names = []
     for name, column in data.batch.items():
+        if not isinstance(column, torch.Tensor):
+            continue
         is_jagged = column.layout == torch.jagged
         values = Jagged.of(column).values if is_jagged else column
         if not values.is_floating_point():
