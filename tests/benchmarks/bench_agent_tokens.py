@@ -52,7 +52,7 @@ Given = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 class Thinking(ChatTemplateRenderer):
     """Takes the first two characters of a reply for its thinking."""
 
-    def parse(self, ids: Any) -> Message:
+    def parse(self, ids: Any, tools: Any = ()) -> Message:
         message = super().parse(ids)
         return Message(message.text[2:], message.text[:2])
 

@@ -30,7 +30,7 @@ class CallingRenderer(ChatTemplateRenderer):
     def stop_token_ids(self) -> tuple[int, ...]:
         return (2, *self.encode("0123456789+-*/=<>()[]#$%&.,:;?!").tolist())
 
-    def parse(self, ids: Any) -> Message:
+    def parse(self, ids: Any, tools: Any = ()) -> Message:
         text = self.decode(ids)
         call = ToolCall("letters", {"text": text}, "call_0")
         return Message(text, tool_calls=(call,) if any(letter.islower() for letter in text) else ())

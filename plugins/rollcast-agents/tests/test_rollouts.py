@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +15,15 @@ from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.session import Budget
 from rollcast.errors import RolloutError
+from rollcast.protocol import Jagged
+from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.loops.turns import EnvironmentLoop, SingleTurnLoop, ToolLoop
 from rollcast_agents.runner import Limits, RolloutRunner
 from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.functions import FunctionTool
+from rollcast_agents.training.manager import has_failed, scoring_columns
+from rollcast_agents.training.metrics import agent_metrics
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
 TASK = {"prompt": [user("6 times 7")], "answer": 42}
@@ -187,6 +193,35 @@ def test_an_environment_scores_turns(renderer):
     assert trajectory.turn_rewards == {0: 0.25, 1: 0.25}
     assert trajectory.reward_components == {"talk": 2.0}
     check_accounting(engine, session)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ({"reward": math.nan}, "reward = nan, which is not finite"),
+        ({"reward": 1e38}, "reward = 1e+38, which is beyond the limit"),
+        ({"reward": "good"}, "reward = 'good', which is not a number (str)"),
+        ({"reward": 10**400}, "reward = inf"),
+        ({"reward": 1j}, "reward = 1j, which is not a number"),
+        ({"components": {"talk": None}}, "component talk = None"),
+        ({"metrics": {"room": "kitchen"}}, "metric room = 'kitchen', which is not a number (str)"),
+    ],
+)
+def test_a_value_of_an_environment_that_is_not_a_finite_number_is_a_bad_sample(renderer, seen, words):
+    class Odd(Echo):
+        async def step(self, message):
+            return replace(await super().step(message), **seen)
+
+    engine = ScriptedEngine(renderer, ["hi", "bye"])
+    (trajectory,), _ = roll(EnvironmentLoop(setup()), engine, {"prompt": []}, Odd)
+    assert trajectory.failure is not None
+    assert trajectory.failure.boundary == "reward"
+    assert words in trajectory.failure.message
+    assert not has_failed(trajectory)
+    columns = scoring_columns([trajectory])
+    assert columns["reward_error"] == [trajectory.failure.message]
+    assert math.isfinite(sum(agent_metrics([trajectory]).values()))
+    assert bool(Jagged.of(assemble_trajectories([trajectory])["environment_scores"]).values.isfinite().all())
 
 
 class Broken(Echo):

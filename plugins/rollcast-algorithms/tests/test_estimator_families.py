@@ -265,6 +265,28 @@ def test_a_score_that_is_not_finite_stays_within_its_group(estimator: AdvantageE
     )
 
 
+@given(seed=st.integers(0, 999))
+def test_gdpo_leaves_a_component_out_for_the_rows_that_lack_it(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randn(12, 2, generator=generator, dtype=torch.float64).float()
+    parts[torch.rand(12, 2, generator=generator) < 0.3] = NAN
+    columns = {f"reward_component/{name}": parts[:, place] for place, name in enumerate("ab")}
+    groups = torch.arange(12) // 4
+    inputs = AdvantageInputs(torch.zeros(12, 1), torch.ones(12, 1), groups, columns=columns, whiten=False)
+    # As TRL: means and deviations without NaN, which counts as nothing in the sum.
+    wide = parts.double().view(3, 4, 2)
+    expected = torch.zeros(12, dtype=torch.float64)
+    for group in range(3):
+        for component in range(2):
+            values = wide[group, :, component]
+            present = values[~values.isnan()]
+            if len(present) > 1:
+                normed = (values - present.mean()) / (present.std() + 1e-6)
+                expected[4 * group : 4 * group + 4] += normed.nan_to_num(0.0)
+    torch.testing.assert_close(gdpo(inputs).advantages[:, 0], expected.float())
+    assert bool(gdpo(replace(inputs, whiten=True)).advantages.isfinite().all())
+
+
 def test_gdpo_says_what_is_wrong_with_its_components() -> None:
     components = {"reward_component/accuracy": torch.ones(7), "reward_component/format": torch.zeros(7)}
     inputs = batch(0).with_columns(components)

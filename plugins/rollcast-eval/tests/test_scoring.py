@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from rollcast import WorkerGroup
 from rollcast.contracts.pools import ResourcePool
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward, rewards
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings, build_reward, rewards
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
@@ -319,3 +320,65 @@ def test_a_weighted_sum_closes_all_its_rewards() -> None:
     with pytest.raises(OSError, match="no server"):
         total.close()
     assert [reward.closed for _, reward in total._parts.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("policy", ["stop", "zero", "drop"])
+@pytest.mark.parametrize("where", ["environment", "message", "component", "overflow"])
+def test_a_number_of_a_rollout_that_is_not_finite_is_a_bad_sample(model_folder: Path, policy: str, where: str) -> None:
+    tokenizer = load_tokenizer(str(model_folder))
+    batch = rollouts_of_several_rows(tokenizer)
+    if where in ("environment", "overflow"):
+        bad = torch.nan if where == "environment" else 1e38
+        scores = Jagged.of(batch["environment_scores"])
+        values = scores.values.clone()
+        values[1] = bad  # the first row of the first rollout, whose final row is the third
+        batch = batch.with_columns({"environment_scores": scores.like(values)})
+    elif where == "message":
+        batch = batch.with_columns(
+            {"reward_error": ["the rollout gave reward = 'x', which is not a number", "", "", ""]}
+        )
+    else:
+        batch = batch.with_columns({"reward_components": [{"style": float("inf")}, {}, {}, {}]})
+    setup = RewardSetup("test_echo", settings=RewardSettings(on_error=policy, max_bad_share=0.5))
+    scorer = RewardScorer(setup, tokenizer)
+    if policy == "stop":
+        with pytest.raises(RewardError, match=r"reward test_echo .*(not finite|beyond the limit|not a number)"):
+            scorer.score(batch)
+        return
+    for scored in (scorer.score(batch), scorer.score(scorer.scored(batch))):
+        assert scored.scores.tolist() == [0.0, 3.0, 0.0, 0.0]
+        assert scored.metrics("reward")["reward/errors"] == 1.0
+        assert scored.kept.tolist() == [policy == "zero", True, policy == "zero", True]
+        assert bool(scored.token_level_scores(Jagged.of(batch["response_mask"])).values.isfinite().all())
+
+
+def test_the_score_of_a_reward_model_has_the_same_policy(tokenizer: object) -> None:
+    settings = RewardSettings(on_error="drop", max_bad_share=0.5)
+    scorer = RewardScorer(RewardSetup("test_echo", settings=settings), tokenizer)
+    batch = generated(tokenizer)
+    plain = scorer.score(batch).scores
+    added = torch.ones(len(batch))
+    both = scorer.score(batch, added, 2.0)
+    assert both.scores.tolist() == (1.0 + 2.0 * plain).tolist()
+    added[0] = torch.inf
+    scored = scorer.score(batch, added, 2.0)
+    assert scored.kept.tolist() == [False] + [True] * (len(batch) - 1)
+    assert scored.scores.tolist() == [0.0, *both.scores.tolist()[1:]]
+    assert "reward model's score = inf" in scored.results[0].error
+
+
+def test_components_mark_the_rows_that_lack_them() -> None:
+    results = [
+        RewardResult(1.0, extra={"a": 0.5, "b": 1.0}),
+        RewardResult(0.5, extra={"a": 0.5, "b": None}),
+        RewardResult(0.5, extra={"a": 0.5}),
+        RewardResult(0.0, error="the reward failed"),
+        RewardResult(0.0, error="the reward failed", dropped=True),
+    ]
+    scored = Scored([RewardSample("", "")] * 5, results, 1.0)
+    columns = {
+        name: [None if math.isnan(value) else value for value in values.tolist()]
+        for name, values in scored.components().items()
+    }
+    assert columns == {"a": [0.5, 0.5, 0.5, 0.0, None], "b": [1.0, None, None, 0.0, None]}
+    assert scored.metrics("reward")["reward/b"] == 1.0

@@ -215,9 +215,9 @@ def test_none_leaves_only_that_function_out(build: Build, caplog: pytest.LogCapt
     assert [result.score for result in results] == [5.0, 5.0, 4.0, 0.0]
     assert [dict(result.extra) for result in results] == [
         {"only_even": 0.0, "slow": 0.5},
-        {"slow": 0.5},
-        {"only_even": 2.0},
-        {},
+        {"only_even": None, "slow": 0.5},
+        {"only_even": 2.0, "slow": None},
+        {"only_even": None, "slow": None},
     ]
     assert [result.dropped for result in results] == [False, False, False, True]
     assert results[3].error == "every function of reward trl returned None"

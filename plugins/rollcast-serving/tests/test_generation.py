@@ -90,6 +90,7 @@ def test_an_aborted_answer_without_tokens_is_an_empty_row() -> None:
     [
         (RolloutSequence([4] * 5, [0.0] * 5, "length", [1] * 5), "5 tokens"),
         (RolloutSequence([4, 4], [0.0], "stop", [1, 1]), "1 log-probs"),
+        (RolloutSequence([4, 4], [0.0, float("nan")], "stop", [1, 1]), "not finite"),
     ],
 )
 def test_a_rollout_that_breaks_its_contract_is_named(answer: RolloutSequence, says: str) -> None:

@@ -407,7 +407,9 @@ def test_an_offloaded_reference_comes_back_for_each_pass(
     assert moves == ["cpu", *["accelerator", "cpu"] * 2]
 
 
-def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_counted(fixed: Fixed, tmp_path: Path) -> None:
+def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_counted(
+    fixed: Fixed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker, calls = worker_of(fixed.trainer).actor, []
 
     def sometimes_broken(inputs: LossInputs) -> LossOutput:
@@ -424,4 +426,6 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_counted(fixed:
         fixed.engine.load_checkpoint(tmp_path / "before")
     assert len(calls) == 4
     assert metrics["actor/skipped_steps"] == 0.25
+    assert "actor: the gradient's norm is nan, so an optimizer step is skipped" in caplog.text
+    assert "not finite: none, so the model's own outputs are not" in caplog.text
     assert all(bool(weight.isfinite().all()) for weight in fixed.engine.module.parameters())

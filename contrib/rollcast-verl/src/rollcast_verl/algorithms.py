@@ -138,7 +138,8 @@ def _components(inputs: AdvantageInputs, mask: Tensor) -> dict[str, Any]:
     names = [name for name in inputs.columns if name.startswith(REWARD_COMPONENT)]
     if not names:
         return {}
-    parts = {name.removeprefix(REWARD_COMPONENT): inputs.columns[name].cpu().numpy() for name in names}
+    # verl has no mark for a component that a row lacks.
+    parts = {name.removeprefix(REWARD_COMPONENT): inputs.columns[name].nan_to_num(0.0).cpu().numpy() for name in names}
     # verl places a component at the last token that is there, which here is the last one of the policy.
     there = mask.long().flip(-1).cummax(-1).values.flip(-1)
     batch = {

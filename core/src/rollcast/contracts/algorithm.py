@@ -190,7 +190,7 @@ class InputColumns:
 
     @property
     def reward_components(self) -> dict[str, Tensor]:
-        """The columns ``reward_component/<name>``, float ``[B]`` each, by ``<name>``."""
+        """The columns ``reward_component/<name>``, float ``[B]`` each, by ``<name>``; NaN where a row lacks it."""
         return self.columns_of(REWARD_COMPONENT)
 
 

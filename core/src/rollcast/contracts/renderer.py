@@ -101,8 +101,14 @@ class BaseRenderer(ABC):
         """
 
     @abstractmethod
-    def parse(self, ids: Tokens) -> Message:
-        """Parse sampled ids into a reply; a malformed tool call has an ``error``."""
+    def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
+        """Parse sampled ids into a reply; a malformed tool call has an ``error``.
+
+        Args:
+            ids: sampled tokens.
+            tools: tools that the prompt offered, whose names and types decide what is a call where a format is
+                ambiguous.
+        """
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:

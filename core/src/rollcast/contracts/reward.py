@@ -11,6 +11,7 @@ Register it in the entry-point group ``rollcast.rewards`` and select it with ``r
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from rollcast.errors import ConfigError
 from rollcast.plugins import Registry, any_of, is_callable, subclass_of
 
 __all__ = [
+    "MAX_REWARD",
     "BaseReward",
     "BaseRewardManager",
     "Judge",
@@ -30,9 +32,54 @@ __all__ = [
     "RewardValue",
     "build_reward",
     "build_reward_manager",
+    "finite_number",
     "reward_managers",
     "rewards",
 ]
+
+
+#: Largest magnitude of a number that enters training. Squares of it, summed over 1e14 tokens or parameters, stay
+#: finite in float32.
+MAX_REWARD = 1e12
+_EXCERPT = 200
+
+
+def finite_number(name: str, value: Any, limit: float = MAX_REWARD) -> float:
+    """Return a user's number as a float: Python's, numpy's, or a tensor of one element.
+
+    Args:
+        name: name of the number, for messages.
+        value: anything; text is not parsed.
+        limit: largest magnitude.
+
+    Raises:
+        ValueError: the value is not a number, is NaN or infinite, or exceeds the limit.
+    """
+    try:
+        # float() alone would parse strings, and would drop the imaginary part of numpy's complex numbers.
+        is_number = hasattr(value, "__float__") and not isinstance(value, complex | str)
+        is_number = is_number and getattr(getattr(value, "dtype", None), "kind", "f") in "biuf"
+        number = float(value) if is_number else None
+    except OverflowError:  # an integer above 1.8e308
+        number = math.inf
+    except Exception:  # noqa: BLE001 -- a user's class may raise anything
+        number = None
+    if number is None:
+        raise ValueError(f"gave {name} = {_excerpt(value)}, which is not a number ({type(value).__name__})")
+    if not math.isfinite(number):
+        raise ValueError(f"gave {name} = {number}, which is not finite")
+    if abs(number) > limit:
+        raise ValueError(f"gave {name} = {number:g}, which is beyond the limit of {limit:g}")
+    return number
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 -- a user's class may raise anything
+        return f"an object of {type(value).__name__}"
+    half = _EXCERPT // 2
+    return text if len(text) <= _EXCERPT else f"{text[:half]} … {text[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +121,8 @@ class RewardResult:
             ``turn_scores`` is placed at the last token.
         correct: True if the answer is correct, for ``val/accuracy``; None to compare ``score`` with the reward's
             ``max_score``.
-        extra: further metrics; each becomes ``reward/<name>``.
+        extra: further metrics; each becomes ``reward/<name>``, and is a component of the score for estimators that
+            read components. None where a component does not apply to the sample.
         error: reason why the sample has no score of its own; set by managers.
         dropped: True if the sample is left out of the update; set by managers, and by rewards that have no score for a
             sample.
@@ -87,7 +135,7 @@ class RewardResult:
 
     score: float
     correct: bool | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float | None] = field(default_factory=dict)
     error: str = ""
     dropped: bool = False
     token_scores: Sequence[float] | None = None
@@ -205,8 +253,9 @@ class RewardSettings:
     """Settings of every reward manager.
 
     Attributes:
-        on_error: policy for a bad sample, that is one whose reward raised, took too long or returned no finite
-            number: ``stop`` the run, score the sample ``zero``, or ``drop`` it from the update.
+        on_error: policy for a bad sample, that is one whose reward raised, took too long or returned something other
+            than a finite number of at most ``MAX_REWARD``, or whose environment or agent did: ``stop`` the run, score
+            the sample ``zero``, or ``drop`` it from the update.
         max_bad_share: with ``zero`` and ``drop``, largest share of bad samples in a batch, from 0 to 1; a larger share
             stops the run.
         timeout_s: time limit of one sample in seconds; None for no limit.

@@ -115,7 +115,8 @@ class Trajectory:
         reward_components: named parts of the reward, for metrics.
         messages: conversation in OpenAI's chat format, for rewards and reports.
         metrics: metrics of the rollout, such as ``turns`` and ``tool_calls``.
-        failure: failure of the rollout; None unless ``end`` is ``error`` or ``timeout``.
+        failure: failure of the rollout; None unless ``end`` is ``error`` or ``timeout``, or a reward or metric of the
+            rollout was not a finite number (boundary ``reward``), which makes the rollout a bad sample.
         extra: further data for the reward function, such as the environment's final state.
     """
 

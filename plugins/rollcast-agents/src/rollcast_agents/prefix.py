@@ -78,6 +78,6 @@ def extend_each(
         for text in replies:
             said = sampled(renderer, text)
             ids = np.concatenate([renderer.start(prompt, tools), said])
-            messages = [*prompt, as_chat(renderer.parse(said)), *more]
+            messages = [*prompt, as_chat(renderer.parse(said, tools)), *more]
             roles = tuple(str(message.get("role")) for message in more)
             yield Extension(text, roles, ids, renderer.extend(ids, messages, tools))

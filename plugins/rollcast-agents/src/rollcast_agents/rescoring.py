@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rollcast import build_section
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.storage import NodeCopies
@@ -15,7 +13,7 @@ from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.records import Record
-from rollcast_agents.training.manager import has_failed
+from rollcast_agents.training.manager import scoring_columns
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_eval.scoring import RewardScorer, RewardSetup, Scored
@@ -78,10 +76,5 @@ def _score(records: Sequence[Record], config: DictConfig) -> Scored:
 def _batch(records: Sequence[Record]) -> DataProto:
     """Return the rows of the records, in the form that the reward stage receives."""
     trajectories = [record.trajectory for record in records]
-    objects: dict[str, list[Any]] = {
-        "messages": [list(each.messages) for each in trajectories],
-        "reward_components": [dict(each.reward_components) for each in trajectories],
-        **{name: [record.task.get(name) for record in records] for name in _TASK},
-    }
-    failed = torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool)
-    return assemble_trajectories(trajectories).with_columns({"rollout_failed": failed, **objects})
+    task: dict[str, list[Any]] = {name: [record.task.get(name) for record in records] for name in _TASK}
+    return assemble_trajectories(trajectories).with_columns(scoring_columns(trajectories) | task)

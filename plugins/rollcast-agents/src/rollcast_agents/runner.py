@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import Message
+from rollcast.contracts.reward import MAX_REWARD, finite_number
 from rollcast.contracts.trajectory import Boundary, End, Failure, Trajectory
 from rollcast.errors import EnvironmentFailed, RendererError, RequestError, RolloutError, SessionEnded
 from rollcast_agents.environments.plain import PlainEnvironment
@@ -20,6 +21,8 @@ __all__ = ["GuardedEnvironment", "Limits", "ProgramFailed", "RolloutRunner"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+#: Largest magnitude of a metric that is not trained on; sums of many stay finite.
+_MAX_METRIC = 1e100
 
 
 class ProgramFailed(Exception):
@@ -106,6 +109,8 @@ class RolloutRunner:
             # The loop did not return an outcome of its own.
             outcome = replace(outcome, messages=outcome.messages or list(session.messages))
             outcome = replace(outcome, metrics={**session.metrics(), **outcome.metrics})
+        outcome, problem = _with_finite_numbers(outcome)
+        failure = failure or problem
         trajectories = [_finished(each, outcome, session, failure) for each in session.trajectories()]
         return trajectories or [
             _finished(Trajectory((), session.group_id, session.session_id, outcome.end), outcome, session, failure)
@@ -163,6 +168,33 @@ def _boundary(error: Exception) -> Boundary:
 
 def _end(end: str) -> End:
     return end  # type: ignore[return-value]  # SessionEnded carries one of ENDS
+
+
+def _with_finite_numbers(outcome: Outcome) -> tuple[Outcome, Failure | None]:
+    """Return the outcome with plain numbers, 0 for what is not a finite number, and the first such value as a failure.
+
+    The numbers are those of a user's environment, tools or program. The scorer applies ``reward.on_error`` to the
+    failure, as to a bad value of a reward function.
+    """
+    problems: list[str] = []
+
+    def number(name: str, value: Any, limit: float = MAX_REWARD) -> float:
+        try:
+            return finite_number(name, value, limit)
+        except ValueError as error:
+            problems.append(str(error))
+            return 0.0
+
+    outcome = replace(
+        outcome,
+        reward=None if outcome.reward is None else number("reward", outcome.reward),
+        turn_rewards={turn: number(f"turn_rewards[{turn}]", value) for turn, value in outcome.turn_rewards.items()},
+        reward_components={
+            str(key): number(f"component {key}", value) for key, value in outcome.reward_components.items()
+        },
+        metrics={str(key): number(f"metric {key}", value, _MAX_METRIC) for key, value in outcome.metrics.items()},
+    )
+    return outcome, Failure("reward", f"the rollout {problems[0]}") if problems else None
 
 
 def _finished(

@@ -284,7 +284,7 @@ class RecordingSession(Session):
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])
         ends = set(sampling.stop_token_ids) - set(self._renderer.stop_token_ids)
-        parsed = self._renderer.parse(cut_stop_token(tokens, sequence.finish_reason, ends))
+        parsed = self._renderer.parse(cut_stop_token(tokens, sequence.finish_reason, ends), context.tools)
         message = self._with_call_ids(parsed)
         forms = read_reply(self._renderer, message, tokens, sequence.finish_reason, sampling).forms()
         leaf.keys = _keys_after(context, [as_chat(form) for form in forms])

@@ -1,15 +1,15 @@
 """Formats of models' tool calls: parsing text to calls, with errors for the model if they are malformed."""
-# ruff: noqa: RUF001, RUF002  # DeepSeek's markers are full-width
+# ruff: noqa: RUF001, RUF002, ARG001, ARG005  # DeepSeek's markers are full-width; all parsers have one signature
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from rollcast.contracts.renderer import ToolCall
+from rollcast.contracts.renderer import ToolCall, ToolSchema
 from rollcast.errors import RendererError
 
 __all__ = ["FORMATS", "Parsed", "tool_format"]
@@ -37,7 +37,10 @@ class _Found(NamedTuple):
     calls: tuple[ToolCall, ...]
 
 
-Parse = Callable[[str], Parsed]
+class Parse(Protocol):
+    """A parser of a reply's text, given the tools that the model was offered."""
+
+    def __call__(self, text: str, tools: Sequence[ToolSchema] = ()) -> Parsed: ...
 
 
 def tool_format(name: str) -> Parse:
@@ -103,6 +106,77 @@ def _with_arguments(name: str, arguments: Any, call_id: str = "") -> ToolCall:
     return ToolCall(name, dict(arguments), call_id)
 
 
+def _parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
+    """Return the schema of each tool's arguments by the tool's name."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {str(each.get("name")): each.get("parameters") or {} for each in functions if each.get("name")}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return JSON Schema's names of the types that a schema allows; empty if it does not say."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        found: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return _types(found, root, depth + 1)
+    if "type" in schema:
+        return {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
+    if "enum" in schema or "const" in schema:
+        return set().union(*(_types_of(value) for value in schema.get("enum", [schema.get("const")])))
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    return set().union(*(_types(part, root, depth + 1) for part in parts))
+
+
+def _types_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", *(["integer"] if value.is_integer() else [])}
+    kinds: Iterable[tuple[Any, str]] = ((str, "string"), (Mapping, "object"), (list, "array"), (type(None), "null"))
+    return {name for kind, name in kinds if isinstance(value, kind)}
+
+
+def _by_schema(text: str, types: set[str]) -> Any:
+    """Return an argument that was written without quotes, as a value of a type that its schema allows.
+
+    Text stays as it was written where the schema says string or nothing, and where it fits no other type.
+    """
+    others = types - {"string"}
+    if not others:
+        return text
+    word = text.strip()
+    values = [read(word) for read in (_read_word, _read_json, _read_literal)]
+    return next((value for value in values if value is not _UNREAD and _types_of(value) & others), text)
+
+
+_UNREAD = object()
+_MAX_DEPTH = 20
+
+
+def _read_word(word: str) -> Any:
+    """Read Python's and JSON's names of booleans and null."""
+    return {"true": True, "false": False, "null": None, "none": None}.get(word.lower(), _UNREAD)
+
+
+def _read_json(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except (ValueError, RecursionError):
+        return _UNREAD
+
+
+def _read_literal(word: str) -> Any:
+    """Read a Python literal, as chat templates write lists and objects without a JSON filter."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return _UNREAD
+
+
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield start, end and body of each piece between the markers; the body of an unclosed piece is None."""
     at = text.find(opening)
@@ -118,7 +192,7 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, 
 # ---- formats ----
 
 
-def _hermes(text: str) -> Parsed:
+def _hermes(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse ``<tool_call>{"name": …, "arguments": …}</tool_call>`` (Hermes, Qwen2.5, Qwen3)."""
 
     def found() -> Iterator[_Found]:
@@ -133,11 +207,12 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)\n?(?:</function>)\s*", 
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _qwen3_coder(text: str) -> Parsed:
+def _qwen3_coder(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse ``<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`` (Qwen3-Coder).
 
-    Values that parse as JSON are JSON; others are text.
+    The format writes text without quotes, so the tool's schema decides about the type of each argument.
     """
+    schemas = _parameters(tools)
 
     def found() -> Iterator[_Found]:
         for start, stop, body in _between(text, "<tool_call>", "</tool_call>"):
@@ -148,26 +223,31 @@ def _qwen3_coder(text: str) -> Parsed:
                 )
                 yield _Found(start, stop, (ToolCall("", error=message),))
                 continue
-            arguments = {key.strip(): _json_or_text(value) for key, value in _PARAMETER.findall(match[2])}
-            yield _Found(start, stop, (ToolCall(match[1].strip(), arguments),))
+            name = match[1].strip()
+            schema = schemas.get(name, {})
+            own = schema.get("properties") or {}
+            arguments = {
+                key.strip(): _by_schema(value, _types(own.get(key.strip()), schema))
+                for key, value in _PARAMETER.findall(match[2])
+            }
+            yield _Found(start, stop, (ToolCall(name, arguments),))
 
     return _joined(text, found())
 
 
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+_LLAMA_BEGIN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:parameters|arguments)"')
+_LLAMA_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 
 
-def _llama3_json(text: str) -> Parsed:
+def _llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse ``{"name": …, "parameters": …}``, optionally after ``<|python_tag|>``, several joined by ``;`` (Llama
     3).
+
+    Without the marker, an object is a call only if it names a tool and has a call's keys: an answer may be JSON too.
     """
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    marked = "<|python_tag|>" in text
-    if not (marked or body.startswith("{")):
+    known = _parameters(tools)
+    if "<|python_tag|>" not in text and not _is_llama_call(body, known):
         return Parsed(text.strip(), ())
     decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
@@ -184,10 +264,30 @@ def _llama3_json(text: str) -> Parsed:
     return _joined(text, iter([_Found(0, len(text), tuple(calls))]))
 
 
-def _llama3_pythonic(text: str) -> Parsed:
-    """Parse ``[f(x=1), g(y="a")]`` with literal arguments (Llama 3.2 and 4)."""
+def _is_llama_call(body: str, known: Collection[str]) -> bool:
+    """Return True if text without a marker is a call of a known tool, perhaps a malformed one."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(body)
+    except (ValueError, RecursionError):
+        begin = _LLAMA_BEGIN.match(body)
+        return begin is not None and begin[1] in known
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in known:
+        return False
+    return not set(value) - _LLAMA_KEYS and ("parameters" in value or "arguments" in value)
+
+
+_PYTHON_BEGIN = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
+
+
+def _llama3_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
+    """Parse ``[f(x=1), g(y="a")]`` with literal arguments (Llama 3.2 and 4).
+
+    Without the marker ``<|python_tag|>``, a list is one of calls only if its first element calls a known tool: an
+    answer may be a list too.
+    """
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("["):
+    begin = _PYTHON_BEGIN.match(body)
+    if "<|python_tag|>" not in text and (begin is None or begin[1] not in _parameters(tools)):
         return Parsed(text.strip(), ())
     try:
         tree = ast.parse(body, mode="eval").body
@@ -205,13 +305,24 @@ def _from_python(node: ast.expr) -> ToolCall:
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ToolCall(name, error=f"The arguments of {name} must be given by name.")
-    return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
+    literals = _JsonNames()
+    return ToolCall(
+        name, {str(keyword.arg): ast.literal_eval(literals.visit(keyword.value)) for keyword in node.keywords}
+    )
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replacement of JSON's ``true``, ``false`` and ``null`` by Python's constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
 
 
 _MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*([\w-]+)\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 
 
-def _mistral(text: str) -> Parsed:
+def _mistral(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse ``[TOOL_CALLS][{"name": …, "arguments": …}]`` and ``[TOOL_CALLS]f[ARGS]{…}`` (Mistral)."""
     start = text.find("[TOOL_CALLS]")
     if start < 0:
@@ -235,7 +346,7 @@ _DEEPSEEK_BODY = re.compile(r"(?:function)?\s*<｜tool▁sep｜>\s*([^\n]+)\n```
 _DEEPSEEK_V31 = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>\s*(\{.*\})\s*", re.DOTALL)
 
 
-def _deepseek(text: str) -> Parsed:
+def _deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse DeepSeek's ``<｜tool▁call▁begin｜>``: fenced JSON (V3, R1), or the name before the separator (V3.1)."""
 
     def found() -> Iterator[_Found]:
@@ -259,7 +370,7 @@ _HARMONY = re.compile(
 )
 
 
-def _gpt_oss(text: str) -> Parsed:
+def _gpt_oss(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse harmony's channels: calls in ``commentary to=functions.f``, the answer in ``final`` (GPT-OSS)."""
     calls: list[ToolCall] = []
     kept: list[str] = []
@@ -286,5 +397,5 @@ FORMATS: Mapping[str, Parse] = {
     "mistral": _mistral,
     "deepseek": _deepseek,
     "gpt-oss": _gpt_oss,
-    "none": lambda text: Parsed(text.strip(), ()),
+    "none": lambda text, tools=(): Parsed(text.strip(), ()),
 }

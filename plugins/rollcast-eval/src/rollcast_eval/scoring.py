@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from rollcast.contracts.reward import (
+    MAX_REWARD,
     BaseReward,
     BaseRewardManager,
     Judge,
@@ -22,9 +24,11 @@ from rollcast.contracts.reward import (
     RewardSettings,
     build_reward,
     build_reward_manager,
+    finite_number,
 )
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_rewards.policy import Failure, Outcomes, reward_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +53,7 @@ _ROW = ("prompt", "response", "ground_truth", "data_source", "finished", "score"
 #: Columns of rollouts that environments may have scored.
 _OF_ROLLOUTS = (
     *("rollout_index", "is_final", "is_scored"),
-    *("environment_scores", "rollout_failed", "reward_components"),
+    *("environment_scores", "rollout_failed", "reward_components", "reward_error"),
 )
 
 
@@ -148,19 +152,23 @@ class Scored:
             f"{prefix}/errors": float(sum(bool(result.error) for result in self.results)),
         }
         for name in sorted({name for result in self.results for name in result.extra}):
-            given = [result.extra[name] for result in self.results if name in result.extra]
-            values[f"{prefix}/{name}"] = sum(given) / len(given)
+            present = [value for result in self.results if (value := result.extra.get(name)) is not None]
+            if present:
+                values[f"{prefix}/{name}"] = sum(present) / len(present)
         return values
 
     def components(self) -> dict[str, torch.Tensor]:
-        """Return the extra numbers of final rows that all results have: name → float32 ``[B]``; 0 on other rows."""
-        final = self.final.tolist()
-        given = [set(result.extra) for result, is_final in zip(self.results, final, strict=True) if is_final]
-        names = set.intersection(*given) if given else set()
-        return {
-            name: torch.tensor([float(result.extra.get(name, 0.0)) for result in self.results], dtype=torch.float32)
-            for name in sorted(names)
+        """Return the extra numbers of final rows: name → float32 ``[B]``; 0 on other rows.
+
+        NaN marks a row whose result has no such number. A bad sample that counts as zero has the components 0.
+        """
+        final = [result for result, is_final in zip(self.results, self.final.tolist(), strict=True) if is_final]
+        names = sorted({name for result in final for name in result.extra})
+        columns = {
+            name: torch.tensor([_component(result, name) for result in self.results], dtype=torch.float32)
+            for name in names
         }
+        return {name: torch.where(self.final, values, 0.0) for name, values in columns.items()}
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return the rows of ``samples.jsonl``; a reward's column with a name of ours begins with ``column/``."""
@@ -189,6 +197,13 @@ class Scored:
         if bool(self.final.all()):
             return [result.score for result in self.results]
         return list(self.rollout_scores.tolist())
+
+
+def _component(result: RewardResult, name: str) -> float:
+    value = result.extra.get(name)
+    if value is None:
+        return 0.0 if result.error and not result.dropped else math.nan
+    return value
 
 
 @dataclass(frozen=True)
@@ -366,6 +381,7 @@ class RewardScorer:
                 f"reward.name={setup.name} asks the judge, whose replies are awaited in this process: its score has to "
                 f"be async, and reward.reward_manager={setup.manager} has to await it, as naive, batch and remote do"
             )
+        self._settings = setup.settings
         self._tokenizer = tokenizer
         self._is_closed = False
         #: Managers have workers and state; rollouts that are scored as they end come from other threads.
@@ -418,11 +434,16 @@ class RewardScorer:
         """Return the judge's metrics since the last call; empty without a judge."""
         return self._take_judge_metrics()
 
-    def score(self, batch: DataProto) -> Scored:
+    def score(self, batch: DataProto, model_scores: torch.Tensor | None = None, rule_weight: float = 1.0) -> Scored:
         """Score every rollout of a generated batch that :meth:`scored` has not scored yet.
 
+        Args:
+            batch: generated rows.
+            model_scores: further score of each row, ``[B]``, which is added.
+            rule_weight: weight of the reward's own scores in the sum.
+
         Raises:
-            RewardError: the reward failed on a sample, and the settings do not allow it.
+            RewardError: a sample is bad, and the settings do not allow it.
         """
         rows = self._local(batch)
         samples = GeneratedSamples(rows, self._tokenizer)
@@ -431,8 +452,20 @@ class RewardScorer:
             # Read only this column, so that columns on workers stay there.
             results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
         else:
-            results = self._wait_for(lambda: self._results(rows, samples))
-        return Scored(samples, results, self.reward.max_score, RolloutRows.of(rows))
+            results = self._wait_for(lambda: self._checked(rows, samples, self._results(rows, samples)))
+        if model_scores is None:
+            return Scored(samples, results, self.reward.max_score, RolloutRows.of(rows))
+        problems = {
+            row: problem
+            for row, score in enumerate(model_scores.tolist())
+            if (problem := _problem("the reward model's score", RewardResult(score)))
+        }
+        checked = self._with_bad(rows, samples, results, problems)
+        scored = Scored(samples, checked, self.reward.max_score, RolloutRows.of(rows))
+        bad = torch.tensor([new is not old for new, old in zip(checked, results, strict=True)], dtype=torch.bool)
+        scored.rule_weight = rule_weight
+        scored.scores = (model_scores + rule_weight * scored.scores).masked_fill(bad, 0.0)
+        return scored
 
     def scored(self, batch: DataProto) -> DataProto:
         """Score the rows and return the batch with the results, so that :meth:`score` does not compute them again.
@@ -440,7 +473,8 @@ class RewardScorer:
         Several threads may call it at once; they take turns unless the reward is asynchronous.
         """
         rows = self._local(batch)
-        return batch.with_columns({RESULTS: list(self._results(rows, GeneratedSamples(rows, self._tokenizer)))})
+        samples = GeneratedSamples(rows, self._tokenizer)
+        return batch.with_columns({RESULTS: list(self._checked(rows, samples, self._results(rows, samples)))})
 
     def _local(self, batch: DataProto) -> DataProto:
         """Fetch the columns of a batch that are needed for results, and add the run's progress."""
@@ -472,6 +506,55 @@ class RewardScorer:
             given[row] = _with_rewards(result, given[row], self.reward.max_score)
         return given
 
+    def _checked(
+        self, batch: DataProto, samples: Sequence[RewardSample], results: Sequence[RewardResult]
+    ) -> Sequence[RewardResult]:
+        """Return the results with every number finite; every score that enters training passes here.
+
+        A rollout is bad if a number of one of its rows is not finite or exceeds ``MAX_REWARD``, or if its row in the
+        object column ``reward_error`` says so.
+
+        Raises:
+            RewardError: a rollout is bad, and the settings do not allow it.
+        """
+        errors = batch.non_tensor_batch.get("reward_error", [""] * len(results))
+        problems = {
+            row: problem
+            for row, (result, error) in enumerate(zip(results, errors, strict=True))
+            if (problem := error or _problem("score", result))
+        }
+        return self._with_bad(batch, samples, results, problems)
+
+    def _with_bad(
+        self,
+        batch: DataProto,
+        samples: Sequence[RewardSample],
+        results: Sequence[RewardResult],
+        problems: Mapping[int, str],
+    ) -> Sequence[RewardResult]:
+        """Return the results with the policy applied to the rollouts of the rows in ``problems``."""
+        if not problems:
+            return results
+        rollouts = RolloutRows.of(batch)
+        if rollouts is None:
+            rollouts = RolloutRows(torch.arange(len(results)), torch.ones(len(results), dtype=torch.bool))
+        index = rollouts.index.tolist()
+        finals = {index[row]: row for row in rollouts.final.nonzero().flatten().tolist()}
+        by_rollout: dict[int, str] = {}
+        for row, problem in problems.items():
+            by_rollout.setdefault(index[row], problem)
+        heads = [finals.get(rollout, index.index(rollout)) for rollout in dict.fromkeys(index)]
+        outcomes = Outcomes(reward_name(self.reward), [samples[row] for row in heads], self._settings)
+        for place, row in enumerate(heads):
+            problem = by_rollout.get(index[row])
+            outcomes.add(place, results[row] if problem is None else Failure("value", problem))
+        found = [
+            RewardResult(0.0, correct=False) if index[row] in by_rollout else each for row, each in enumerate(results)
+        ]
+        for row, result in zip(heads, outcomes.results(), strict=True):
+            found[row] = result
+        return found
+
     def _scores_of(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         if not samples:
             return []
@@ -495,6 +578,21 @@ class RewardScorer:
 
 def _call(function: Callable[[], Sequence[RewardResult]]) -> Sequence[RewardResult]:
     return function()
+
+
+def _problem(name: str, result: RewardResult) -> str:
+    """Return the reason why a result cannot enter training; empty for a finite one."""
+    try:
+        finite_number(name, result.score)
+        for label, value in result.extra.items():
+            if value is not None:
+                finite_number(label, value)
+        for value in result.token_scores or ():
+            if not abs(value) <= MAX_REWARD:
+                finite_number("a token's score", value)
+    except ValueError as problem:
+        return str(problem)
+    return ""
 
 
 def _given_results(batch: DataProto) -> list[RewardResult]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, RewardValue
 from rollcast.errors import ConfigError, RewardError
-from rollcast_rewards.policy import as_number
 from rollcast_rewards.shared_call import SharedCall
 from rollcast_rewards.user_code import UserFunction, find_function
 
@@ -259,8 +258,6 @@ def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
         raise RewardError(f"the reward gave a mapping without 'score'; its keys: {', '.join(map(str, value))}")
     correct = value.get("acc")
     extra = {
-        str(key): item if (number := as_number(item)) is None else number
-        for key, item in value.items()
-        if key not in ("score", "acc") and hasattr(item, "__float__")
+        str(key): item for key, item in value.items() if key not in ("score", "acc") and hasattr(item, "__float__")
     }
     return RewardResult(value["score"], None if correct is None else bool(correct), extra)

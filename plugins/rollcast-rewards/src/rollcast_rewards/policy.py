@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, RewardSettings
+from rollcast.contracts.reward import (
+    BaseReward,
+    BaseRewardManager,
+    RewardResult,
+    RewardSample,
+    RewardSettings,
+    finite_number,
+)
 from rollcast.errors import RewardError
 
 __all__ = [
@@ -18,7 +25,6 @@ __all__ = [
     "Outcomes",
     "Outcome",
     "PolicyRewardManager",
-    "as_number",
     "check_value",
     "describe_error",
     "timed_out",
@@ -69,27 +75,19 @@ def check_value(value: Any, sample: RewardSample) -> Outcome:
     try:
         return replace(
             result,
-            score=_check_number("score", result.score),
-            extra={name: _check_number(name, item) for name, item in result.extra.items()},
+            score=finite_number("score", result.score),
+            correct=None if result.correct is None else bool(result.correct),
+            extra={
+                str(name): None if item is None else finite_number(str(name), item)
+                for name, item in result.extra.items()
+            },
             token_scores=_place_scores(result, sample),
             turn_scores=None,
             columns={str(name): _plain(item) for name, item in result.columns.items()},
         )
-    except _ValueProblem as problem:
-        return Failure("value", str(problem))
-
-
-class _ValueProblem(Exception):
-    pass
-
-
-def _check_number(name: str, item: Any) -> float:
-    number = as_number(item)
-    if number is None:
-        raise _ValueProblem(f"gave {name} = {_excerpt(repr(item))}, which is not a number ({type(item).__name__})")
-    if not math.isfinite(number):
-        raise _ValueProblem(f"gave {name} = {number}, which is not finite")
-    return number
+    except Exception as problem:  # noqa: BLE001 -- the fields of a result are a user's values
+        said = str(problem) if isinstance(problem, ValueError) else f"gave a result that is not one: {problem!r}"
+        return Failure("value", said)
 
 
 def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ...] | None:
@@ -97,14 +95,14 @@ def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ..
     tokens = len(sample.response_ids)
     if result.token_scores is not None:
         if result.turn_scores is not None:
-            raise _ValueProblem("gave both token_scores and turn_scores; give one of them")
+            raise ValueError("gave both token_scores and turn_scores; give one of them")
         if len(result.token_scores) != tokens:
-            raise _ValueProblem(f"gave {len(result.token_scores)} token_scores for {tokens} response tokens")
-        return tuple(_check_number(f"token_scores[{place}]", item) for place, item in enumerate(result.token_scores))
+            raise ValueError(f"gave {len(result.token_scores)} token_scores for {tokens} response tokens")
+        return tuple(finite_number(f"token_scores[{place}]", item) for place, item in enumerate(result.token_scores))
     if result.turn_scores is None:
         return None
     if len(sample.turn_ids) != tokens or not tokens:
-        raise _ValueProblem(
+        raise ValueError(
             f"gave {len(result.turn_scores)} turn_scores, but the turns of the sample's tokens are not known "
             f"({len(sample.turn_ids)} turn ids for {tokens} tokens); give one score, or token_scores"
         )
@@ -112,10 +110,10 @@ def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ..
     ids = [*sample.turn_ids, None]
     ends = [place for place in range(tokens) if ids[place] != ids[place + 1]]
     if len(result.turn_scores) != len(ends):
-        raise _ValueProblem(f"gave {len(result.turn_scores)} turn_scores for {len(ends)} turns")
+        raise ValueError(f"gave {len(result.turn_scores)} turn_scores for {len(ends)} turns")
     placed = [0.0] * tokens
     for turn, (end, item) in enumerate(zip(ends, result.turn_scores, strict=True)):
-        placed[end] = _check_number(f"turn_scores[{turn}]", item)
+        placed[end] = finite_number(f"turn_scores[{turn}]", item)
     return tuple(placed)
 
 
@@ -221,17 +219,6 @@ def reward_name(reward: BaseReward) -> str:
     return str(getattr(reward, "name", "") or type(reward).__name__)
 
 
-def as_number(value: Any) -> float | None:
-    """Return one number as a float, also of numpy's and torch's scalars; None for anything else."""
-    # float() alone would parse strings.
-    if not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-
-
 def _plain(value: Any) -> Any:
     """Return a value that JSON and pickle can hold: numbers as Python's, containers of such, anything else as text."""
     if value is None or isinstance(value, str | bool | int):
@@ -240,8 +227,10 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    number = as_number(value)
-    return number if number is not None and math.isfinite(number) else str(value)
+    try:
+        return finite_number("", value, sys.float_info.max)
+    except ValueError:
+        return str(value)
 
 
 def _excerpt(text: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -23,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.chat_template import join_replies
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue, rewards
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue, finite_number, rewards
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.function import is_async_callable, signature_of, takes_any_keyword
-from rollcast_rewards.policy import as_number, describe_error
+from rollcast_rewards.policy import describe_error
 from rollcast_rewards.shared_call import SharedCall
 from rollcast_rewards.user_code import FORM, UserFunction, find_function
+from rollcast_rewards.weighted_sum import is_weight
 
 __all__ = ["TrainerState", "TrlReward"]
 
@@ -313,14 +313,17 @@ class TrlReward(BaseReward):
             values, logged = scores[place].values, scores[place].logged
             columns |= {name: items[index] for name, items in logged.columns.items()}
             extra |= {f"{function.label}/{name}": sum(of) / len(of) for name, of in logged.metrics.items()}
+            # A value that is no finite number makes the sample bad; the check of the extra numbers names the function.
+            extra[function.label] = values[index]
             if values[index] is None:
                 continue
-            number = as_number(values[index])
-            # A value that is no finite number stays in the extra numbers, whose check names the function.
-            extra[function.label] = values[index] if number is None else number
-            total += weight * number if number is not None and math.isfinite(number) else 0.0
+            try:
+                number = finite_number(function.label, values[index])
+            except ValueError:
+                number = 0.0
+            total += weight * number
             if correct is None:
-                correct = number is not None and number >= self._correct_from
+                correct = number >= self._correct_from
         if correct is None:
             reason = f"every function of reward {self.name} returned None"
             return RewardResult(0.0, False, extra, error=reason, dropped=True, columns=columns)
@@ -359,8 +362,7 @@ def _weights(given: Sequence[float] | None, paths: Sequence[str]) -> list[float]
     # A user's YAML may hold a number or a text here.
     value: Any = given
     weights = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    wrong = [weight for weight in weights if isinstance(weight, bool) or not isinstance(weight, int | float)]
-    if wrong or len(weights) != len(paths):
+    if not all(is_weight(weight) for weight in weights) or len(weights) != len(paths):
         raise ConfigError(f"{_WEIGHTS} is {given!r}; it needs one number for each of {', '.join(paths)}")
     return [float(weight) for weight in weights]
 

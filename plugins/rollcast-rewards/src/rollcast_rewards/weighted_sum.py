@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, build_reward
+from rollcast.contracts.reward import MAX_REWARD, BaseReward, Judge, RewardResult, RewardSample, build_reward
 from rollcast.errors import ConfigError
 from rollcast_rewards.policy import Failure, check_value
 
-__all__ = ["WeightedSum"]
+__all__ = ["WeightedSum", "is_weight"]
 
 _KEY = "reward.reward_kwargs.rewards"
 _FIELDS = ("name", "weight", "reward_kwargs")
@@ -83,7 +83,7 @@ class WeightedSum(BaseReward):
         return self._add(values, sample)
 
     def _add(self, values: Iterable[Any], sample: RewardSample) -> RewardResult:
-        total, extra, correct = 0.0, dict[str, float](), None
+        total, extra, correct = 0.0, dict[str, float | None](), None
         token_scores: list[float] | None = None
         for place, ((label, (weight, reward)), value) in enumerate(zip(self._parts.items(), values, strict=True)):
             result = check_value(value, sample)
@@ -99,12 +99,17 @@ class WeightedSum(BaseReward):
         return RewardResult(total, correct, extra, token_scores=token_scores)
 
 
+def is_weight(value: Any) -> bool:
+    """Return True if a value of a config is a finite number that a score can be multiplied by."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_REWARD
+
+
 def _read(entry: Mapping[str, Any], key: str) -> tuple[str, float, BaseReward]:
     if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - set(_FIELDS):
         raise ConfigError(f"{key} is {entry!r}; it has to be a mapping with name, and perhaps weight and reward_kwargs")
     weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise ConfigError(f"{key}.weight is {weight!r}; it has to be a number")
+    if not is_weight(weight):
+        raise ConfigError(f"{key}.weight is {weight!r}; it has to be a finite number")
     try:
         return str(entry["name"]), float(weight), build_reward(str(entry["name"]), entry.get("reward_kwargs"))
     except TypeError as error:

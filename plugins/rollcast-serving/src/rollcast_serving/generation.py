@@ -94,6 +94,10 @@ def _check(index: int, sequence: RolloutSequence, max_tokens: int) -> None:
             f"the rollout answered request {index} with {tokens} tokens and {log_probs} log-probs; "
             f"both counts must be equal, and at most max_tokens={max_tokens}"
         )
+    if not bool(np.isfinite(np.asarray(sequence.log_probs, np.float32)).all()):
+        raise GenerationContractError(
+            f"the rollout answered request {index} with a log-prob that is not finite; its model is broken"
+        )
 
 
 def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max_tokens: int) -> DataProto:

@@ -330,7 +330,7 @@ def _score_of(value: RewardValue | Awaitable[RewardValue], tokens: int | None = 
     if isinstance(value, RewardResult):
         assert value.correct is None or isinstance(value.correct, bool), f"correct is {value.correct!r}"
         for name, number in value.extra.items():
-            assert math.isfinite(number), f"extra number {name!r} is {number}"
+            assert number is None or math.isfinite(number), f"extra number {name!r} is {number}"
         assert value.token_scores is None or value.turn_scores is None, "token_scores and turn_scores together"
         for scores in (value.token_scores, value.turn_scores):
             assert all(math.isfinite(number) for number in scores or ()), f"{scores} are not all finite"

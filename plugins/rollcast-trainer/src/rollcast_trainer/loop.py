@@ -157,6 +157,15 @@ class LoopTrainer(StagedTrainer):
     def _report(self, metrics: Mapping[str, float]) -> None:
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.latest |= self.metrics
+        for name, share in self.metrics.items():
+            if name.endswith("/skipped_steps") and share > 0:
+                logger.warning(
+                    "step %d: %s is %g: these optimizer steps were skipped, because the loss or its gradient was not "
+                    "finite; the workers' warnings name the columns",
+                    self.step,
+                    name,
+                    share,
+                )
         # Before the trackers run: the report that one of them writes shows this step too.
         line = self.run.timeline.take()
         if self._timeline is not None:

@@ -45,7 +45,7 @@ class Gem(BaseEnvironment):
         seen, reward, terminated, truncated, info = await self._random.run(lambda: self._env.step(message.text))
         text = _text(seen, info)
         said = [{"role": "user", "content": text}] if text else []
-        return Observation(said, reward=float(reward), done=bool(terminated or truncated))
+        return Observation(said, reward=reward, done=bool(terminated or truncated))
 
     async def solution(self) -> Sequence[str] | None:
         # Questions have an answer; games store theirs in different ways.

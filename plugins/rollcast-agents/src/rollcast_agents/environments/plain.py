@@ -44,7 +44,7 @@ class PlainEnvironment(BaseEnvironment):
         if isinstance(answer, Observation):
             return answer
         reward = await self._ask("get_reward")
-        return Observation(_as_messages(answer), reward=None if reward is None else float(reward), done=True)
+        return Observation(_as_messages(answer), reward=reward, done=True)
 
     async def done_early(self) -> bool:
         """Return True if the episode is over after a tool call."""

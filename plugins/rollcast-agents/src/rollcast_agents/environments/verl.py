@@ -52,7 +52,7 @@ class VerlInteraction(BaseEnvironment):
         is_over, text, score, _ = await awaited(answer)
         said = [] if is_over else [{"role": "user", "content": str(text)}]
         self._messages += said
-        return Observation(said, reward=float(score), done=bool(is_over))
+        return Observation(said, reward=score, done=bool(is_over))
 
     async def close(self) -> None:
         if self._instance:

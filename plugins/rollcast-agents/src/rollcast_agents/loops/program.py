@@ -56,8 +56,7 @@ class ProgramLoop(BaseAgentLoop):
             value = await (self._execute(task, access) if self._command else self._call(task, access))
         if isinstance(value, Outcome):
             return value
-        reward = None if value is None else float(value)
-        return Outcome(session.end or "done", reward=reward, messages=access.conversation())
+        return Outcome(session.end or "done", reward=value, messages=access.conversation())
 
     async def _call(self, task: Mapping[str, Any], access: Access) -> Any:
         arguments = {"base_url": access.base_url, "api_key": access.api_key}
@@ -68,7 +67,7 @@ class ProgramLoop(BaseAgentLoop):
         except Exception as error:  # the user's code
             raise ProgramFailed(f"{self.setup.config.program} raised {type(error).__name__}: {error}") from error
 
-    async def _execute(self, task: Mapping[str, Any], access: Access) -> float | None:
+    async def _execute(self, task: Mapping[str, Any], access: Access) -> Any:
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -99,15 +98,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 return
 
 
-def _reward_in(output: str) -> float | None:
+def _reward_in(output: str) -> Any:
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     try:
         value = json.loads(last)
     except ValueError:
         return None
-    if not isinstance(value, dict) or "reward" not in value:
-        return None
-    try:
-        return float(value["reward"])
-    except (TypeError, ValueError) as error:
-        raise ProgramFailed(f"the program printed the reward {value['reward']!r}, which is not a number") from error
+    return value.get("reward") if isinstance(value, dict) else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import ChatMessage, Message, ToolSchema
+from rollcast.contracts.reward import finite_number
 from rollcast.contracts.session import Session
 from rollcast.contracts.trajectory import End
 from rollcast.errors import ConfigError, SessionEnded
@@ -40,17 +41,15 @@ class _Episode:
         self._is_scored = False
 
     def reward(self, turn: int, value: float | None) -> None:
-        if value:
-            self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + value
-        elif value is not None:
-            self.turn_rewards.setdefault(turn, 0.0)
+        if value is not None:
+            self.turn_rewards[turn] = _sum([self.turn_rewards.get(turn, 0.0), value])
 
     def observe(self, turn: int, seen: Observation) -> None:
         self.messages += seen.messages
         self.reward(turn, seen.reward)
         self._is_scored |= seen.reward is not None
         for name, value in seen.components.items():
-            self.components[name] = self.components.get(name, 0.0) + value
+            self.components[name] = _sum([self.components.get(name, 0.0), value])
         self.metrics |= seen.metrics
 
     async def reply(self, session: Session, tools: Sequence[ToolSchema]) -> Message | None:
@@ -71,7 +70,8 @@ class _Episode:
         results = await asyncio.gather(*(tools.call(call) for call in calls))
         for call, result in zip(calls, results, strict=True):
             self.messages.append(tool_message(call, result.text))
-            self.reward(session.turns - 1, result.reward or None)
+            # A tool's usual 0 gives no turn a reward.
+            self.reward(session.turns - 1, None if _sum([result.reward]) == 0.0 else result.reward)
             for name, value in result.metrics.items():
                 self.metrics[f"tool/{call.name}/{name}"] = value
         for call in message.tool_calls[at_once:]:
@@ -86,13 +86,24 @@ class _Episode:
         return Outcome(
             self.end,
             # Rewards from tools are added to the reward function's score, unless an environment scores.
-            reward=sum(self.turn_rewards.values()) if self._is_scored else None,
+            reward=_sum(self.turn_rewards.values()) if self._is_scored else None,
             turn_rewards=self.turn_rewards,
             reward_components=self.components,
             messages=self.messages,
             metrics=self.numbers(tools),
             extra={"tool_failures": list(tools.failures)} if tools.failures else {},
         )
+
+
+def _sum(values: Iterable[Any]) -> Any:
+    """Return the sum of a user's numbers; if one is not a finite number, that value, whose check names it later."""
+    total = 0.0
+    for value in values:
+        try:
+            total += finite_number("reward", value)
+        except ValueError:
+            return value
+    return total
 
 
 class ToolLoop(BaseAgentLoop):

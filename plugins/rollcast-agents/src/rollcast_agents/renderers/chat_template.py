@@ -96,8 +96,8 @@ class ChatTemplateRenderer(BaseRenderer):
 
     # ---- parsing ----
 
-    def parse(self, ids: Tokens) -> Message:
+    def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
         kept = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
         reasoning, rest = split_reasoning(self.decode(kept))
-        parsed = self._parse_calls(rest)
+        parsed = self._parse_calls(rest, tools)
         return Message(parsed.text, reasoning or parsed.reasoning, parsed.calls)

@@ -67,8 +67,8 @@ class LibraryRenderer(BaseRenderer):
         # The package uses the start of the reply only to trim its end, so any split before its last token works.
         return ids[:-1].tolist(), ids[-1:].tolist()
 
-    def parse(self, ids: Tokens) -> Message:
-        parsed = self._renderer.parse_response(ids.tolist())
+    def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
+        parsed = self._renderer.parse_response(ids.tolist(), tools=_specs(tools))
         calls = tuple(_call(number, call) for number, call in enumerate(parsed.tool_calls or ()))
         return Message(parsed.content or "", parsed.reasoning_content or "", calls)
 

@@ -46,7 +46,7 @@ class VerlTool(BaseTool):
         answer = await awaited(self._inner.execute(state, dict(arguments)))
         text, reward, metrics = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
         numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
-        return ToolResult(str(getattr(text, "text", text) or ""), float(reward or 0.0), numbers)
+        return ToolResult(str(getattr(text, "text", text) or ""), 0.0 if reward is None else reward, numbers)
 
     async def release(self, state: Any) -> None:
         await awaited(self._inner.release(state))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,21 @@ class Rollouts:
 
 def has_failed(trajectory: Trajectory) -> bool:
     """Return True if the trajectory's rollout must not be trained on."""
-    return trajectory.failure is not None or trajectory.end in ("error", "timeout", "aborted")
+    failed = trajectory.failure is not None and trajectory.failure.boundary != "reward"
+    return failed or trajectory.end in ("error", "timeout", "aborted")
+
+
+def scoring_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return the columns of the trajectories' rows that the scorer reads besides those of their tokens."""
+    return {
+        "messages": [list(each.messages) for each in trajectories],
+        "reward_components": [dict(each.reward_components) for each in trajectories],
+        "reward_error": [
+            each.failure.message if each.failure is not None and each.failure.boundary == "reward" else ""
+            for each in trajectories
+        ],
+        "rollout_failed": torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool),
+    }
 
 
 class AgentLoopManager:
@@ -132,12 +146,7 @@ def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rol
             # Nothing was sampled or even rendered; use the prompt, because an empty row could not be decoded.
             ids = given.values[bounds[row] : bounds[row + 1]].to(torch.int32).numpy()
             trajectories[place] = replace(each, segments=(Segment(ids, sampled=False, turn=0),))
-    objects: Mapping[str, list[Any]] = {
-        "messages": [list(each.messages) for each in trajectories],
-        "reward_components": [dict(each.reward_components) for each in trajectories],
-    }
-    failed = torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool)
-    rows = assemble_trajectories(trajectories).with_columns({"rollout_failed": failed, **objects})
+    rows = assemble_trajectories(trajectories).with_columns(scoring_columns(trajectories))
     kept = prompts.drop([name for name in _REPLACED if name in prompts])
     return Rollouts(kept.select_idxs(torch.tensor(sources, dtype=torch.int64)).joined(rows), trajectories, sources)
 

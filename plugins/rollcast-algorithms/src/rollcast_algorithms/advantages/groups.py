@@ -9,6 +9,7 @@ for shapes that do not match and for unknown options.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,7 +108,9 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
         A_i = whiten(Σ_k w_k · (s_ik - mean_k) / (std_k + 1e-6))
 
-    mean and std are as in :func:`grpo`; whitening uses mean and sample variance over the batch's tokens.
+    mean and std are as in :func:`grpo`, over the rows of the group that have the component; NaN marks a row that lacks
+    it. Such a row, and the only row of a larger group that has it, gets nothing for this component. Whitening uses mean
+    and sample variance over the batch's tokens.
     ``token_level_rewards`` are not read, so a KL penalty in the reward has no effect.
 
     Options: ``gdpo_reward_keys``, names of the components (all by default), and
@@ -128,7 +131,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         component = components[key].to(rows.scores)
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
-        total = total + weight * group_normalised(component, inputs)
+        total = total + weight * _normalised_where_present(component, inputs)
     return rows.spread(whiten_rows(total, rows.lengths()) if inputs.whiten else total)
 
 
@@ -226,6 +229,19 @@ def group_normalised(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
     if not inputs.norm_adv_by_std_in_grpo:
         return centred
     return centred / torch.where(inputs.group_sizes() == 1, 1.0, _group_std(centred, inputs) + GRPO_EPSILON)
+
+
+def _normalised_where_present(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Return GRPO's advantage of ``scores`` ``[B]`` among the rows that are not NaN; 0 for the others."""
+    absent = scores.isnan()
+    if not bool(absent.any()):
+        return group_normalised(scores, inputs)
+    rows = absent.logical_not().nonzero().flatten()
+    groups = torch.unique(inputs.group_ids[rows], return_inverse=True)[1]
+    part = group_normalised(scores[rows], replace(inputs, group_ids=groups))
+    # The convention for a group of one row does not hold for a row whose group has others.
+    alone = (groups.bincount()[groups] == 1) & (inputs.group_sizes()[rows] > 1)
+    return torch.zeros_like(scores).index_copy(0, rows, part.masked_fill(alone, 0.0))
 
 
 def _weights(

@@ -96,10 +96,11 @@ class Reward(Stage):
         self._model: RewardModelConfig = run.section("reward_model", RewardModelConfig)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        scored = self.run.scorer.score(batch)
         if "rm_scores" in batch:
-            scored.rule_weight = self._model.rule_weight
-            scored.scores = self._model.weight * batch["rm_scores"] + scored.rule_weight * scored.scores
+            added = self._model.weight * batch["rm_scores"]
+            scored = self.run.scorer.score(batch, added, self._model.rule_weight)
+        else:
+            scored = self.run.scorer.score(batch)
         scores = scored.token_level_scores(Jagged.of(batch["response_mask"])).column()
         columns = {"token_level_scores": scores}
         if not self._algorithm.use_kl_in_reward:
@@ -137,7 +138,7 @@ def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
     if metric == "shaped_score":
         return scored.rollout_scores
     if metric == "score":
-        shaping = torch.tensor([float(result.extra.get(_SHAPING, 0.0)) for result in scored.results])
+        shaping = torch.tensor([float(result.extra.get(_SHAPING) or 0.0) for result in scored.results])
         return scored.rollout_scores - scored.rule_weight * scored.of_rollouts(shaping)
     if metric == "accuracy":
         return torch.tensor([float(correct) for correct in scored.correct])
@@ -180,6 +181,8 @@ class FilterGroups(Stage):
             count += 1
             # A failed rollout that was kept has no trained tokens; its score must not decide about its group.
             counted = Jagged.of(current["response_mask"]).sums() > 0
+            # NaN marks a rollout to which the metric does not apply.
+            counted &= current[_FILTERED].isnan().logical_not()
             differ = groups_that_differ(current["uid"], current[_FILTERED], counted)
             differing = current.select_idxs(differ.nonzero().flatten())
             kept.append(differing)

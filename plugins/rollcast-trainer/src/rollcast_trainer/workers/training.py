@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from rollcast.contracts.engine import (
     OptimConfig,
     engines,
 )
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 
 __all__ = ["TrainingWorker", "WorkerSetup", "leave_process_group"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,14 @@ class TrainingWorker(Worker):
                 for piece, denominators in zip(pieces, plan.denominators, strict=True):
                     step_settings = replace(settings, denominators=denominators)
                     output = self.engine.train_batch(piece, loss_function, step_settings)
+                    if output.skipped:
+                        logger.warning(
+                            "%s: the gradient's norm is %s, so an optimizer step is skipped; columns of the mini-batch "
+                            "that are not finite: %s",
+                            self.prefix,
+                            output.grad_norm,
+                            ", ".join(_not_finite(piece)) or "none, so the model's own outputs are not",
+                        )
                     steps.append(
                         {
                             **output.metrics,
@@ -153,6 +164,24 @@ class TrainingWorker(Worker):
         """Return ``log_probs`` (and ``entropy``) or ``values`` of the response tokens, jagged float32."""
         with self.on_device(), self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
+
+
+def _not_finite(data: DataProto) -> list[str]:
+    """Return the names of the columns in which a number under the mask, or a row's number, is not finite."""
+    inside = Jagged.of(data["response_mask"]).values.bool() if "response_mask" in data else None
+    names = []
+    for name, column in data.batch.items():
+        if not isinstance(column, torch.Tensor):
+            continue
+        is_jagged = column.layout == torch.jagged
+        values = Jagged.of(column).values if is_jagged else column
+        if not values.is_floating_point():
+            continue
+        if is_jagged and inside is not None and len(values) == len(inside):
+            values = values[inside]
+        if not bool(values.isfinite().all()):
+            names.append(str(name))
+    return sorted(names)
 
 
 def leave_process_group() -> None:

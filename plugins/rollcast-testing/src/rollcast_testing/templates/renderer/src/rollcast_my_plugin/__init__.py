@@ -32,7 +32,7 @@ class MyPlugin(BaseRenderer):
         # Only new messages are rendered, so no id that is there can change.
         return np.concatenate([ids, self.encode("\n" + write_lines(messages[last + 1 :]) + "Assistant: ")])
 
-    def parse(self, ids: Tokens) -> Message:
+    def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
         """Return the reply behind sampled ids; a malformed call has an error, which the model reads."""
         kept = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
         lines = self.decode(kept).split("\n")
