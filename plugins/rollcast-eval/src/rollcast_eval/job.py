@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
@@ -175,7 +177,7 @@ class SampleJob:
             replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:
-                    self._generator.connect(groups, lambda: replicas.addresses)
+                    self._generator.connect(groups, functools.partial(_living, replicas))
                 with self._judging(groups, runtime, replicas.loop):
                     yield replicas
             finally:
@@ -244,6 +246,12 @@ class SampleJob:
                 strict=True,
             )
         ]
+
+
+def _living(replicas: Replicas) -> Sequence[ReplicaAddress]:
+    """Restart dead replicas; return the addresses of all."""
+    replicas.check_health()
+    return replicas.addresses
 
 
 def _seed(run: int, index: int, sample: int) -> int:

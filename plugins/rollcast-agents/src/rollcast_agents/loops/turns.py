@@ -13,7 +13,7 @@ from rollcast.contracts.session import Session
 from rollcast.contracts.trajectory import End
 from rollcast.errors import ConfigError, SessionEnded
 from rollcast_agents.chat import as_chat, tool_message
-from rollcast_agents.environments.plain import PlainEnvironment
+from rollcast_agents.runner import GuardedEnvironment
 from rollcast_agents.tools.box import RolloutTools, ToolBox
 
 __all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
@@ -137,9 +137,11 @@ class EnvironmentLoop(BaseAgentLoop):
             session.follow(episode.messages, lambda: episode.numbers(shared))
             seen = await environment.reset(task)
             episode.observe(0, seen)
-            plain: PlainEnvironment | None = getattr(environment, "plain", None)
+            plain = (
+                environment if isinstance(environment, GuardedEnvironment) and environment.tools is not None else None
+            )
             if plain is not None:
-                tools = tools.with_tools(plain.tools)
+                tools = tools.with_tools(plain.tools or {})
             offered = _offered(tools, seen, _with_schemas(tools.schemas, _own_tools(task)))
             while (message := await episode.reply(session, offered)) is not None and episode.end != "aborted":
                 if episode.end == "done" and message.tool_calls and tools.knows(message.tool_calls):
