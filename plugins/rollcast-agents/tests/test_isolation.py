@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_tools import user, write_tokenizer
-from misbehaviour import CASES, World, look, look_async
+from misbehaving import World, look, look_async
 
 from rollcast.contracts.environment import environments
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
@@ -18,6 +18,7 @@ from rollcast.contracts.tool import tools
 from rollcast.contracts.trajectory import Trajectory
 from rollcast_agents.host import AgentHost, HostSetup, Rollout
 from rollcast_agents.schemas import AgentConfig
+from rollcast_testing.misbehaviour import CASES, RAISES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +62,6 @@ def roll(folder: str, cases: list[str], tool: str = "", **config: Any) -> list[T
 
 
 GOOD = ["good"] * 4
-#: Cases that raise an exception; from a tool, the model reads it and the rollout goes on.
-RAISES = {"recursion", "memory", "threads"}
 
 
 @pytest.mark.parametrize("kind", ["environment", "tool", "program"])
@@ -70,7 +69,7 @@ def test_each_case_costs_its_own_rollout(folder: str, kind: str) -> None:
     config: dict[str, Any] = {
         "environment": {"loop": "environment", "environment": "misbehaving"},
         "tool": {"loop": "tool", "tools": {"look_async": {}}},
-        "program": {"loop": "program", "program": "misbehaviour:program", "timeout_s": 4.0},
+        "program": {"loop": "program", "program": "misbehaving:program", "timeout_s": 4.0},
     }[kind]
     cases = [*GOOD, *CASES, *GOOD]
     found = roll(

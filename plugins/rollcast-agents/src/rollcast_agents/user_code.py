@@ -248,6 +248,4 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> tuple[str, bytes]:
 
 def _is_exhausted(error: Exception) -> bool:
     """Return True if the process has no memory or thread left, which may be another call's fault."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    )
+    return isinstance(error, MemoryError) or str(error) == "can't start new thread"

@@ -137,16 +137,14 @@ class EnvironmentLoop(BaseAgentLoop):
             session.follow(episode.messages, lambda: episode.numbers(shared))
             seen = await environment.reset(task)
             episode.observe(0, seen)
-            plain = (
-                environment if isinstance(environment, GuardedEnvironment) and environment.tools is not None else None
-            )
-            if plain is not None:
-                tools = tools.with_tools(plain.tools or {})
+            guarded = environment if isinstance(environment, GuardedEnvironment) else None
+            if guarded is not None and guarded.tools is not None:
+                tools = tools.with_tools(guarded.tools)
             offered = _offered(tools, seen, _with_schemas(tools.schemas, _own_tools(task)))
             while (message := await episode.reply(session, offered)) is not None and episode.end != "aborted":
                 if episode.end == "done" and message.tool_calls and tools.knows(message.tool_calls):
                     await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
-                    if plain is None or not await plain.done_early():
+                    if guarded is None or not await guarded.done_early():
                         continue
                 # A reply that was cut at its length limit is scored too, as the last one.
                 seen = await environment.step(message)

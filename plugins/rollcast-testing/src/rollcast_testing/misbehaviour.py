@@ -1,7 +1,8 @@
-"""Twenty ways in which a user's code can end, hang or flood its process; light to import."""
+"""Ways in which a user's code can end, hang or flood its process, for tests; light to import."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
+__all__ = ["CASES", "RAISES", "misbehave"]
 
 
 def _interrupted() -> None:
@@ -21,10 +22,8 @@ def _interrupted() -> None:
 
 def _stubborn() -> None:
     while True:
-        try:
+        with contextlib.suppress(BaseException):
             time.sleep(0.05)
-        except BaseException:
-            pass
 
 
 def _spin() -> None:
@@ -127,43 +126,11 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+#: Cases that end with an exception where the memory of the process is limited.
+RAISES = frozenset({"recursion", "memory", "threads"})
+
+
 def misbehave(case: str) -> None:
     """Do what a case says; nothing for ``good``."""
     if case != "good":
         CASES[case]()
-
-
-class World(BaseEnvironment):
-    """Misbehaves in its step, on the event loop."""
-
-    async def reset(self, task: Any) -> Observation:
-        self.case = task["case"]
-        return Observation()
-
-    async def step(self, message: Any) -> Observation:
-        misbehave(self.case)
-        return Observation(reward=1.0, done=True)
-
-
-def look(key: str) -> str:
-    """Misbehave as the key says."""
-    misbehave(key)
-    return f"found {key}"
-
-
-async def look_async(key: str) -> str:
-    """Misbehave as the key says, on the event loop."""
-    misbehave(key)
-    return f"found {key}"
-
-
-async def program(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Misbehave on the event loop."""
-    misbehave(task["case"])
-    return 1.0
-
-
-def score(sample: Any) -> float:
-    """Misbehave as the ground truth says."""
-    misbehave(sample.ground_truth)
-    return 1.0
