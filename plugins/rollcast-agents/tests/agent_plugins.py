@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import Message
@@ -95,4 +99,24 @@ class Dying(Vowels):
             dies = self.count % 7 == 0
         if dies:
             raise OSError("the world ended")
+        return await super().step(message)
+
+
+class Killing(Vowels):
+    """Kills the replica of the run that it belongs to, in one step of all.
+
+    Args:
+        once: file that exists after the kill.
+    """
+
+    def __init__(self, once: str) -> None:
+        self.once = Path(once)
+
+    async def step(self, message: Message) -> Observation:
+        with contextlib.suppress(FileExistsError):
+            self.once.touch(exist_ok=False)
+            # Environment, forking process, driver.
+            driver = psutil.Process().parent().parent()
+            (replica,) = [each for each in driver.children() if "rollcast_serving.process" in each.cmdline()]
+            replica.kill()
         return await super().step(message)

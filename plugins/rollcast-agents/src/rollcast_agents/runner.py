@@ -174,7 +174,9 @@ class RolloutRunner:
 async def _closed(environment: BaseEnvironment) -> None:
     try:
         await environment.close()
-    except (EnvironmentFailed, ProcessEnded) as error:
+    except ProcessEnded as error:
+        logger.debug("an environment needs no close: %s", error)
+    except EnvironmentFailed as error:
         logger.warning("an environment could not be closed: %s", error)
 
 
