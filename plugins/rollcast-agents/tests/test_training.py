@@ -265,3 +265,29 @@ def test_a_run_waits_for_its_only_replica(task: AgentTask, tmp_path: Path) -> No
     assert (tmp_path / "killed").exists()
     metrics = read_metrics(tmp_path / "run")[-1]
     assert (metrics["agent/rollouts"], metrics["agent/failures"]) == (16, 0)
+
+
+def test_an_environment_needs_no_answer_no_prompt_and_no_reward(task: AgentTask, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": [], "number": 1}\n{"number": 2}\n{"prompt": "", "number": 3}\n' * 2
+    )
+    changes = (
+        "agent.loop=environment",
+        "agent.environment=vowels",
+        "reward=exact_match",
+        "~reward.reward_kwargs.path",
+        "agent.max_total_tokens=60",  # some are cut before their last turn
+        f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
+        f"data.val_files=[{tmp_path / 'rows.jsonl'}]",
+        "trainer.total_steps=1",
+        "trainer.test_freq=1",
+    )
+    overrides = [
+        each
+        for each in task.overrides(tmp_path / "run", *changes)
+        if not each.startswith(("reward.reward_k", "~", "reward=function"))
+    ]
+    launch(overrides)
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert metrics["val/samples"] == 6
+    assert metrics["val/reward"] > 0

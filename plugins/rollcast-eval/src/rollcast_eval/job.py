@@ -27,7 +27,7 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
+from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, dataset_name, generators
 from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
@@ -80,7 +80,8 @@ class SampleJob:
         self._copies.make()
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
-        dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
+        name = dataset_name(self._data.dataset, config)
+        dataset_class = cast("Any", datasets.get(name, requested_by="data.dataset"))
         rows = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
         # Ignore a recipe's limit, which is for validations; a file of prompts is sampled completely.
         self.dataset: BaseDataset = FirstRows(rows, self._data.val_max_samples) if scored else rows

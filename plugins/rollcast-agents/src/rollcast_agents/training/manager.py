@@ -138,7 +138,7 @@ def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
         extra = columns["extra_info"][row] if "extra_info" in columns else None
         prompt = columns["raw_prompt"][row]
         known = {key: columns[key][row] for key in _TASK if key in columns}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
         # Rollouts of one prompt start the same episode, in every epoch and after a restart.
         drawn = int(np.random.SeedSequence([seed % 2**32, number]).generate_state(1)[0])
         tasks.append({"seed": drawn, "index": number, **(extra or {}), **known, "prompt": messages})
