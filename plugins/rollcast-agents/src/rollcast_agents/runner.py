@@ -142,7 +142,7 @@ class RolloutRunner:
                 where: Boundary = "engine" if session.is_waiting else "loop"
                 return Outcome("timeout"), Failure(where, f"the rollout took longer than {self._limits.rollout_s:g} s")
             return Outcome("error"), Failure("loop", f"TimeoutError: {error}")
-        except Exception as error:  # of the engine or a stranger's code: it ends this rollout alone
+        except (Exception, SystemExit) as error:  # of the engine or a stranger's code: it ends this rollout alone
             if isinstance(error, ProcessEnded) and not error.is_final:
                 raise
             text = str(error) if isinstance(error, ProcessEnded) else f"{type(error).__name__}: {error}"
@@ -180,7 +180,7 @@ async def _closed(environment: BaseEnvironment) -> None:
         logger.warning("an environment could not be closed: %s", error)
 
 
-def _boundary(error: Exception) -> Boundary:
+def _boundary(error: BaseException) -> Boundary:
     if isinstance(error, ProcessEnded):
         return error.boundary
     kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Boundary], ...] = (
