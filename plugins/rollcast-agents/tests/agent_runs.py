@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from agent_plugins import Dying, Letters, Vowels
 
 from rollcast.config import compose
-from rollcast.contracts.environment import BaseEnvironment, Observation, environments
+from rollcast.contracts.environment import environments
 from rollcast.contracts.renderer import Message, ToolCall, renderers
-from rollcast.contracts.tool import BaseTool, ToolResult, tools
+from rollcast.contracts.tool import tools
 from rollcast.contracts.trainer import RunResult, trainers
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
@@ -34,54 +34,6 @@ class CallingRenderer(ChatTemplateRenderer):
         text = self.decode(ids)
         call = ToolCall("letters", {"text": text}, "call_0")
         return Message(text, tool_calls=(call,) if any(letter.islower() for letter in text) else ())
-
-
-class Letters(BaseTool):
-    """Counts letters, and rewards a vowel."""
-
-    def __init__(self, reward: float = 0.0) -> None:
-        self.reward = reward
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": "letters", "description": "", "parameters": {}}}
-
-    async def open(self, task: Any) -> dict[str, int]:
-        return {"calls": 0}
-
-    async def call(self, state: Any, arguments: Any) -> ToolResult:
-        state["calls"] += 1
-        found = len(set(arguments["text"]) & set("aeiou"))
-        return ToolResult(f"{found} vowels, call {state['calls']}", self.reward * found)
-
-
-class Vowels(BaseEnvironment):
-    """Asks for vowels three times, and rewards each one."""
-
-    async def reset(self, task: Any) -> Observation:
-        self.left = 3
-        return Observation([{"role": "user", "content": "vowels!"}])
-
-    async def step(self, message: Message) -> Observation:
-        self.left -= 1
-        found = float(bool(set(message.text) & set("aeiouAEIOU")))
-        again = [{"role": "user", "content": f"{self.left} more"}]
-        return Observation(again if self.left else (), reward=found, done=not self.left, components={"vowels": found})
-
-
-class Dying(Vowels):
-    """Dies in some of its steps."""
-
-    lock = threading.Lock()
-    count = 0
-
-    async def step(self, message: Message) -> Observation:
-        with self.lock:
-            type(self).count += 1
-            dies = self.count % 7 == 0
-        if dies:
-            raise OSError("the world ended")
-        return await super().step(message)
 
 
 @contextmanager

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from agent_plugins import Look, World, block
 from agent_tools import user, write_tokenizer
 
 from rollcast.contracts.agent_loop import agent_loops
-from rollcast.contracts.environment import BaseEnvironment, Observation, environments
+from rollcast.contracts.environment import environments
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.tool import BaseTool, tools
+from rollcast.contracts.tool import tools
 from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast_agents.host import AgentHost, HostSetup, Rollout, check_names
@@ -28,38 +28,6 @@ from rollcast_agents.training.metrics import agent_metrics
 
 BAD = {100: "hangs", 200: "raises", 300: "endless", 400: "dies", 500: "floods"}
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
-
-
-class Look(BaseTool):
-    """Answers at once, except where the task says otherwise."""
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
-        return {"type": "function", "function": {"name": "look", "description": "", "parameters": parameters}}
-
-    async def open(self, task: Any) -> str:
-        return str(task["kind"])
-
-    async def call(self, state: Any, arguments: Any) -> str:
-        if state == "hangs":
-            await asyncio.Event().wait()
-        if state == "raises":
-            raise KeyError("nothing there")
-        return "x" * 100_000 if state == "floods" else f"found {arguments['key']}"
-
-
-class World(BaseEnvironment):
-    """Ends with the first answer, except where the task says otherwise."""
-
-    async def reset(self, task: Any) -> Observation:
-        self.kind = task["kind"]
-        return Observation()
-
-    async def step(self, message: Any) -> Observation:
-        if self.kind == "dies":
-            raise OSError("the world ended")
-        return Observation(reward=1.0, done=True)
 
 
 class Loop(EnvironmentLoop):
@@ -156,18 +124,8 @@ def test_five_bad_ones_of_512_are_named_and_the_others_unaffected(folder: str) -
 
 
 def test_a_tool_that_blocks_its_thread_keeps_nobody(folder: str) -> None:
-    release = threading.Event()
-
-    def block(key: str) -> str:
-        """Block."""
-        release.wait()
-        return key
-
     with tools.temporarily("look", block):
-        try:
-            (found,) = roll(folder, ["good"], tool_timeout_s=0.2)
-        finally:
-            release.set()
+        (found,) = roll(folder, ["good"], tool_timeout_s=0.2)
     assert found[0].end == "done"
     assert "did not answer within 0.2 s" in found[0].extra["tool_failures"][0]
 

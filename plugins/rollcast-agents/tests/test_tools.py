@@ -166,3 +166,21 @@ def test_a_long_result_loses_its_middle():
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="weather"):
         ToolBox([FunctionTool(weather), FunctionTool(weather)])
+
+
+def test_the_state_of_an_added_tool_is_released_too(caplog):
+    class Held(FunctionTool):
+        released = 0
+
+        async def release(self, state):
+            self.released += 1
+
+    held = Held(weather)
+
+    async def run():
+        async with ToolBox().rollout({}) as tools:
+            await tools.with_tools({"weather": held}).call(ToolCall("weather", {"city": "Rome"}))
+
+    asyncio.run(run())
+    assert held.released == 1
+    assert not caplog.records

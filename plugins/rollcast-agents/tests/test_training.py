@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agent_plugins import Killing
 from agent_runs import AgentTask, Dying, launch, read_metrics, registered, set_up
 
 from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome, agent_loops
@@ -246,3 +247,47 @@ def test_agents_go_with_other_stages(task: AgentTask, tmp_path: Path, changes: t
     records = list(load_records(record_path(tmp_path / "run", 1)))
     # With further batches for groups that are alike, all of them are saved.
     assert len({each.trajectory.rollout_id for each in records}) == 16 * metrics.get("rollout/gen_batches", 1)
+
+
+def test_a_run_waits_for_its_only_replica(task: AgentTask, tmp_path: Path) -> None:
+    changes = (
+        "rollout.weight_sync=shared_memory",
+        "rollout.mode=colocated",
+        "agent.loop=environment",
+        "agent.environment=killing",
+        f"agent.environment_kwargs.once={tmp_path / 'killed'}",
+        "trainer.total_steps=1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    with environments.temporarily("killing", Killing):
+        launch(task.overrides(tmp_path / "run", *changes))
+    assert (tmp_path / "killed").exists()
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert (metrics["agent/rollouts"], metrics["agent/failures"]) == (16, 0)
+
+
+def test_an_environment_needs_no_answer_no_prompt_and_no_reward(task: AgentTask, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": [], "number": 1}\n{"number": 2}\n{"prompt": "", "number": 3}\n' * 2
+    )
+    changes = (
+        "agent.loop=environment",
+        "agent.environment=vowels",
+        "reward=exact_match",
+        "~reward.reward_kwargs.path",
+        "agent.max_total_tokens=60",  # some are cut before their last turn
+        f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
+        f"data.val_files=[{tmp_path / 'rows.jsonl'}]",
+        "trainer.total_steps=1",
+        "trainer.test_freq=1",
+    )
+    overrides = [
+        each
+        for each in task.overrides(tmp_path / "run", *changes)
+        if not each.startswith(("reward.reward_k", "~", "reward=function"))
+    ]
+    launch(overrides)
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert metrics["val/samples"] == 6
+    assert metrics["val/reward"] > 0

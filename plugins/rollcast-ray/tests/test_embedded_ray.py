@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from ray._private import worker as ray_worker
 
@@ -88,3 +90,30 @@ def test_a_stuck_ray_keeps_the_exit_code_of_the_command(ends: str, code: int) ->
         [sys.executable, "-c", STUCK.format(ends=ends)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == code, done.stderr
+
+
+KILLED = """
+import sys, time
+from rollcast_ray.runtime import RayRuntime
+
+RayRuntime(num_cpus=1).nodes()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_of_a_killed_owner_lives_longer_than_ten_seconds() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert owner.stdout is not None
+        assert "ready" in owner.stdout.readline()
+        # Ray's agents appear a moment after its start.
+        deadline = time.monotonic() + 60
+        while len(family := psutil.Process(owner.pid).children(recursive=True)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(2.0)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert psutil.wait_procs(family, timeout=10.0)[1] == []

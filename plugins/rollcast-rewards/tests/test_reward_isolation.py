@@ -28,6 +28,7 @@ from rollcast_rewards.alarm import Alarm, TimeUp
 from rollcast_rewards.function import FunctionReward
 from rollcast_rewards.managers import BatchRewardManager, NaiveRewardManager
 from rollcast_rewards.processes import PrimeRewardManager
+from rollcast_testing.misbehaviour import CASES, misbehave
 from rollcast_testing.reward import RewardManagerSuite
 
 
@@ -253,7 +254,7 @@ def is_alive(pid: int) -> bool:
 
 
 def manager_pids(manager: Any) -> list[int]:
-    return [process.popen.pid for process in manager._processes]
+    return [process.child.pid for process in manager._processes]
 
 
 def test_what_a_sample_started_is_ended_with_it(prime: Callable[..., Any], tmp_path: Path) -> None:
@@ -274,6 +275,43 @@ def test_what_a_sample_started_is_ended_with_it(prime: Callable[..., Any], tmp_p
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} outlived its sample"
         time.sleep(0.01)
+
+
+def test_each_way_to_misbehave_costs_one_sample(prime: Callable[..., Any]) -> None:
+    cases = ["good", *CASES, "good"]
+    batch = [RewardSample("", "", ground_truth=case) for case in cases]
+
+    def score(sample: RewardSample) -> float:
+        misbehave(sample.ground_truth)
+        return 1.0
+
+    settings = RewardSettings("zero", 1.0, timeout_s=1.0)
+    results = prime(score, settings, num_processes=4, memory_limit_mb=256)(batch)
+    assert [case for case, result in zip(cases, results, strict=True) if result.error] == list(CASES)
+    assert [result.score for result in results] == [1.0, *[0.0] * len(CASES), 1.0]
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch", "remote"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exit_is_a_bad_sample_without_processes(manager: str, is_async: bool) -> None:
+    class Exits(BaseReward):
+        def score(self, sample: RewardSample) -> float:
+            if sample.response == "1":
+                sys.exit(3)
+            return 1.0
+
+    class ExitsLater(BaseReward):
+        async def score(self, sample: RewardSample) -> float:  # type: ignore[override]
+            return Exits().score(sample)
+
+    built = build_reward_manager(manager, ExitsLater() if is_async else Exits(), RewardSettings("zero", 1.0))
+    batch = [RewardSample("", str(number)) for number in range(3)]
+    try:
+        results = built(batch)
+    finally:
+        built.close()
+    assert ["SystemExit: 3" in result.error for result in results] == [False, True, False]
+    assert [result.score for result in results] == [1.0, 0.0, 1.0]
 
 
 def test_a_function_of_ones_own_keeps_its_memory_in_one_process(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -141,8 +141,8 @@ def scoped(entry: Entry) -> Iterator[None]:
         put(entry.group, entry.name, before)
 
 
-def snapshot() -> bytes | None:
-    """Pickle all in-process registrations of all groups, to be sent to workers; None if there are none.
+def snapshot(groups: Collection[str] | None = None) -> bytes | None:
+    """Pickle the in-process registrations of ``groups``, by default all, to be sent to workers; None if there are none.
 
     Classes and functions defined in ``__main__`` (a script, a notebook) are pickled by value if ``cloudpickle`` is
     installed; those in modules are pickled by reference.
@@ -150,7 +150,7 @@ def snapshot() -> bytes | None:
     Raises:
         PluginError: a plugin cannot be pickled; the message names it.
     """
-    found = entries()
+    found = [entry for entry in entries() if groups is None or entry.group in groups]
     # Pickled one by one, so that a plugin that the receiver never uses is never unpickled.
     return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in found]) if found else None
 

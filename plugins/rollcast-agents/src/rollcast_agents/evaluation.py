@@ -44,6 +44,11 @@ class AgentAnswers(BaseGenerator):
     def is_wanted(cls, config: DictConfig) -> bool:
         return OmegaConf.select(config, "agent.loop") is not None
 
+    @classmethod
+    def scores_itself(cls, config: DictConfig) -> bool:
+        names = ("agent.environment", "agent.interaction_config_path")
+        return any(OmegaConf.select(config, name) is not None for name in names)
+
     def __init__(self, setup: GeneratorSetup) -> None:
         super().__init__(setup)
         self._config: AgentConfig = build_section(AgentConfig, setup.config.agent, "agent")

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, agent_loops
-from rollcast.contracts.environment import BaseEnvironment, environments
+from rollcast.contracts.environment import environments
 from rollcast.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.contracts.tool import BaseTool
 from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError
-from rollcast_agents.environments.plain import build_environment
-from rollcast_agents.environments.verl import VerlInteraction, load_interaction_config
+from rollcast_agents.code_processes import CodeProcesses, RemoteEnvironment, needs_process
+from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.runner import Limits, RolloutRunner
 from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.session import RecordingSession
-from rollcast_agents.tools.box import ToolBox, ToolLimits, build_tool
+from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.mcp import McpServer
-from rollcast_agents.tools.verl import load_tool_config
+from rollcast_agents.user_code import environment_factory, local_tools
 
 __all__ = ["AgentHost", "Generate", "HostSetup", "Rollout", "check_names"]
 
@@ -90,17 +90,8 @@ def check_names(config: AgentConfig) -> None:
             f"agent.environment={config.environment} and agent.interaction_config_path="
             f"{config.interaction_config_path} are both set, but a rollout has one environment: remove one of them"
         )
-    _environment_of(config)
-    _local_tools(config)
-
-
-def _environment_of(config: AgentConfig) -> Callable[[], BaseEnvironment] | None:
-    """Return a factory of environments, one per rollout; None if the run has none."""
-    if config.interaction_config_path is not None:
-        return functools.partial(VerlInteraction, load_interaction_config(config.interaction_config_path))
-    if config.environment is not None:
-        return functools.partial(build_environment, config.environment, config.environment_kwargs)
-    return None
+    environment_factory(config)
+    local_tools(config)
 
 
 class AgentHost:
@@ -120,6 +111,7 @@ class AgentHost:
         # The runner ends a rollout that takes too long; a second timeout would hide where it hung.
         self._budget = replace(config, max_total_tokens=min(limits), timeout_s=None)
         self._servers: list[McpServer] = []
+        self._code: CodeProcesses | None = None
         self._box: ToolBox | None = None
         self._gateway: Gateway | None = None
         self._loop: BaseAgentLoop | None = None
@@ -132,7 +124,10 @@ class AgentHost:
             ConfigError: one of them cannot be built, or an MCP server does not respond.
         """
         config = self.setup.config
-        tools = _local_tools(config)
+        tools: list[BaseTool] = []
+        if needs_process(config):
+            self._code = CodeProcesses(config)
+            tools += await self._code.start()
         for name, options in config.mcp_servers.items():
             server = McpServer(name, options, config.tool_timeout_s)
             self._servers.append(server)
@@ -145,7 +140,9 @@ class AgentHost:
         loop_class = agent_loops.get(str(config.loop), requested_by="agent.loop")
         self._loop = loop_class(AgentLoopSetup(config, self._box, self._gateway))
         limits_of_rollouts = Limits(config.timeout_s, config.environment_timeout_s)
-        self._runner = RolloutRunner(self._loop, _environment_of(config), limits_of_rollouts)
+        has_environment = config.environment is not None or config.interaction_config_path is not None
+        make_environment = RemoteEnvironment.build if has_environment else None
+        self._runner = RolloutRunner(self._loop, make_environment, limits_of_rollouts)
 
     async def run(
         self,
@@ -194,9 +191,27 @@ class AgentHost:
             seed=rollout.seed,
         )
 
+    async def attempt(
+        self, runner: RolloutRunner, rollout: Rollout, session: RecordingSession, is_private: bool
+    ) -> list[Trajectory]:
+        """Return the trajectories of a rollout whose users' code runs in a process.
+
+        Raises:
+            ProcessEnded: the shared process ended.
+        """
+        if self._code is None:
+            return await runner.run(rollout.task, session)
+        try:
+            async with self._code.rollout(is_private):
+                return await runner.run(rollout.task, session)
+        except ProcessEnded:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from None
+            raise
+
     async def close(self) -> None:
         """Release the resources of loop, tools, gateway and servers."""
-        for part in (self._loop, self._gateway, self._box, *self._servers):
+        for part in (self._loop, self._gateway, self._box, self._code, *self._servers):
             if part is not None:
                 try:
                     await part.close()
@@ -216,6 +231,8 @@ class _Job:
     sampling: SamplingParams
     ended: dict[int, list[Trajectory]] = field(default_factory=dict)
     running: set[asyncio.Task[list[Trajectory]]] = field(default_factory=set)
+    #: True once users' code has ended the process that rollouts share.
+    is_private: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, leave: Callable[[], None]) -> None:
@@ -229,9 +246,19 @@ class _Job:
             leave()
 
     async def _run(self, rollout: Rollout) -> list[Trajectory]:
+        try:
+            return await self._run_in(rollout, self.is_private)
+        except ProcessEnded as ended:
+            if not self.is_private:
+                logger.warning("%s; its rollouts run again, and each has a process of its own", ended)
+            # For the rest of the batch, so that it is interrupted only once.
+            self.is_private = True
+            return await self._run_in(rollout, is_private=True)
+
+    async def _run_in(self, rollout: Rollout, is_private: bool) -> list[Trajectory]:
         session = self.host.session(rollout, self.generate, self.sampling)
         # A separate task, so that a straggler can be cancelled while its samples are kept.
-        task = asyncio.ensure_future(self.runner.run(rollout.task, session))
+        task = asyncio.ensure_future(self.host.attempt(self.runner, rollout, session, is_private))
         self.running.add(task)
         try:
             await asyncio.wait({task})
@@ -274,8 +301,3 @@ class _Job:
 
 def _aborted(group_id: str, rollout_id: str) -> Trajectory:
     return Trajectory((), group_id, rollout_id, "aborted")
-
-
-def _local_tools(config: AgentConfig) -> list[BaseTool]:
-    tools = [build_tool(name, options) for name, options in config.tools.items()]
-    return tools + (load_tool_config(config.tool_config_path) if config.tool_config_path is not None else [])

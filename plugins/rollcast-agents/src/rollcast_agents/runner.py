@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import Message
 from rollcast.contracts.reward import MAX_REWARD, finite_number
+from rollcast.contracts.tool import BaseTool
 from rollcast.contracts.trajectory import Boundary, End, Failure, Trajectory
 from rollcast.errors import EnvironmentFailed, RendererError, RequestError, RolloutError, SessionEnded
+from rollcast_agents.code_processes import RemoteEnvironment
+from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.session import RecordingSession
 
@@ -54,8 +58,10 @@ class GuardedEnvironment(BaseEnvironment):
 
     def __init__(self, inner: BaseEnvironment, limits: Limits) -> None:
         self._inner, self._limits = inner, limits
-        #: The environment if it wraps a plain class, else None.
-        self.plain = inner if isinstance(inner, PlainEnvironment) else None
+        self._name = inner.class_name if isinstance(inner, RemoteEnvironment) else type(inner).__name__
+        own = inner.tools if isinstance(inner, PlainEnvironment | RemoteEnvironment) else None
+        #: Methods of a plain environment as tools; None for other environments.
+        self.tools: Mapping[str, BaseTool] | None = own
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         return await self._guard("reset", self._inner.reset(task), self._limits.environment_s)
@@ -63,11 +69,17 @@ class GuardedEnvironment(BaseEnvironment):
     async def step(self, message: Message) -> Observation:
         return await self._guard("step", self._inner.step(message), self._limits.environment_s)
 
+    async def done_early(self) -> bool:
+        """Return True if a plain environment's episode is over after a tool call."""
+        if not isinstance(self._inner, PlainEnvironment | RemoteEnvironment):
+            return False
+        return await self._guard("is_done", self._inner.done_early(), self._limits.environment_s)
+
     async def close(self) -> None:
         await self._guard("close", self._inner.close(), self._limits.close_s)
 
     async def _guard(self, what: str, call: Awaitable[T], seconds: float) -> T:
-        name = type(self._inner).__name__
+        name = self._name
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await call
@@ -75,6 +87,8 @@ class GuardedEnvironment(BaseEnvironment):
             if limit.expired():
                 raise EnvironmentFailed(f"{name}.{what} did not answer within {seconds:g} s") from None
             raise EnvironmentFailed(f"{name}.{what} raised TimeoutError: {error}") from error
+        except ProcessEnded:
+            raise
         except Exception as error:  # a user's code
             raise EnvironmentFailed(f"{name}.{what} raised {type(error).__name__}: {error}") from error
 
@@ -84,12 +98,15 @@ class RolloutRunner:
 
     Args:
         loop: loop of the run.
-        make_environment: returns a new environment; None if the run has none.
+        make_environment: returns a new environment, or builds it when awaited; None if the run has none.
         limits: limits of each rollout.
     """
 
     def __init__(
-        self, loop: BaseAgentLoop, make_environment: Callable[[], BaseEnvironment] | None, limits: Limits
+        self,
+        loop: BaseAgentLoop,
+        make_environment: Callable[[], BaseEnvironment | Awaitable[BaseEnvironment]] | None,
+        limits: Limits,
     ) -> None:
         self._loop, self._make_environment, self._limits = loop, make_environment, limits
 
@@ -97,11 +114,14 @@ class RolloutRunner:
         """Run one rollout; return its trajectories, at least one if anything was sampled.
 
         A cancelled rollout closes its environment and ends with ``aborted``; the cancellation is re-raised.
+
+        Raises:
+            ProcessEnded: the process that the rollout shared ended, perhaps by another one's fault.
         """
         failure: Failure | None = None
         try:
             outcome, failure = await self._outcome(task, session)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ProcessEnded):
             session.close("aborted")
             raise
         session.close(outcome.end)
@@ -127,24 +147,31 @@ class RolloutRunner:
                 where: Boundary = "engine" if session.is_waiting else "loop"
                 return Outcome("timeout"), Failure(where, f"the rollout took longer than {self._limits.rollout_s:g} s")
             return Outcome("error"), Failure("loop", f"TimeoutError: {error}")
-        except Exception as error:  # noqa: BLE001  # of the engine or a stranger's code: it ends this rollout alone
-            failure = Failure(_boundary(error), f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # of the engine or a stranger's code: it ends this rollout alone
+            if isinstance(error, ProcessEnded) and not error.is_final:
+                raise
+            text = str(error) if isinstance(error, ProcessEnded) else f"{type(error).__name__}: {error}"
+            failure = Failure(_boundary(error), text)
             logger.warning("rollout %s failed in the %s: %s", session.session_id, failure.boundary, failure.message)
             return Outcome("error"), failure
 
     async def _run(self, task: Mapping[str, Any], session: RecordingSession) -> Outcome:
-        environment = self._environment()
+        environment = await self._environment()
         try:
             return await self._loop.run(task, session, environment)
         finally:
             if environment is not None:
                 await asyncio.shield(_closed(environment))
 
-    def _environment(self) -> GuardedEnvironment | None:
+    async def _environment(self) -> GuardedEnvironment | None:
         if self._make_environment is None:
             return None
         try:
-            return GuardedEnvironment(self._make_environment(), self._limits)
+            async with asyncio.timeout(self._limits.environment_s):
+                built = self._make_environment()
+                return GuardedEnvironment(await built if inspect.isawaitable(built) else built, self._limits)
+        except ProcessEnded:
+            raise
         except Exception as error:  # a user's constructor may raise anything
             raise EnvironmentFailed(f"the environment could not be built: {type(error).__name__}: {error}") from error
 
@@ -152,11 +179,15 @@ class RolloutRunner:
 async def _closed(environment: BaseEnvironment) -> None:
     try:
         await environment.close()
+    except ProcessEnded as error:
+        logger.debug("an environment needs no close: %s", error)
     except EnvironmentFailed as error:
         logger.warning("an environment could not be closed: %s", error)
 
 
-def _boundary(error: Exception) -> Boundary:
+def _boundary(error: BaseException) -> Boundary:
+    if isinstance(error, ProcessEnded):
+        return error.boundary
     kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Boundary], ...] = (
         (EnvironmentFailed, "environment"),
         (RendererError, "renderer"),

@@ -57,6 +57,10 @@ class AgentConfig(Budget):
     """YAML file of interactions, in verl's format; the loop `environment` uses them instead of an environment."""
     environment_timeout_s: Seconds = 60.0
     """Timeout of one call to the environment in seconds; after it the rollout fails."""
+    memory_limit_mb: Positive | None = None
+    """Memory in MiB that the process of tools, environments and programs may allocate after it has loaded them; null
+    for no limit.
+    """
     program: str | None = None
     """Program of the loop `program`: `file.py:function`, `module:function`, or a command."""
     program_kind: Literal["function", "command"] = "function"

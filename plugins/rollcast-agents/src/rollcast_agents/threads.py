@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-__all__ = ["DaemonExecutor", "in_thread"]
+__all__ = ["DaemonExecutor", "abandoned_calls", "in_thread"]
 
 T = TypeVar("T")
 
@@ -42,17 +43,36 @@ class DaemonExecutor(Executor):
         while True:
             future, call = self._calls.get()
             if future.set_running_or_notify_cancel():
+                process = os.getpid()
                 try:
-                    future.set_result(call())
+                    result = call()
                 except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+                    _end_if_copy(process)
                     future.set_exception(error)
+                else:
+                    _end_if_copy(process)
+                    future.set_result(result)
+                    del result
             # An idle thread must not keep the last result alive.
             del future, call
             with self._lock:
                 self._idle += 1
 
 
+def _end_if_copy(process: int) -> None:
+    """End this process if the call forked and this is the copy, which has no other thread and no event loop."""
+    if os.getpid() != process:
+        os._exit(0)
+
+
 _EXECUTOR = DaemonExecutor()
+#: Calls whose caller was cancelled while they run.
+_ABANDONED: set[Future[Any]] = set()
+
+
+def abandoned_calls() -> int:
+    """Return the number of calls that still run although their caller was cancelled."""
+    return len(_ABANDONED)
 
 
 async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -61,4 +81,11 @@ async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
     A cancelled call is not awaited; its thread runs until the function ends.
     """
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_EXECUTOR, call)
+    future = _EXECUTOR.submit(call)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if future.running():
+            _ABANDONED.add(future)
+            future.add_done_callback(_ABANDONED.discard)
+        raise

@@ -18,7 +18,15 @@ from rollcast_data.files import Row, read_files
 from rollcast_data.messages import COMPLETION, read_messages, read_tools
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["PromptDataset", "PromptRow", "find_ground_truth", "ground_truth", "other_columns", "require_pad_id"]
+__all__ = [
+    "PromptDataset",
+    "PromptRow",
+    "TaskDataset",
+    "find_ground_truth",
+    "ground_truth",
+    "other_columns",
+    "require_pad_id",
+]
 
 _GROUND_TRUTH = "ground_truth"
 #: Place of the answer in verl's files.
@@ -69,9 +77,9 @@ class PromptDataset(BaseDataset):
         rows = read_files(files)
         for row in rows:
             # Checked before tokenizing, which takes longer.
-            ground_truth(row, self.config)
+            self.answer(row)
             read_tools(row, self.config.tools_key)
-        prompts = encode_prompts(rows, tokenizer, self.config)
+        prompts = self.encode(rows, tokenizer)
         self._rows = fit_prompts(rows, prompts, self.config)
 
     def __len__(self) -> int:
@@ -82,12 +90,32 @@ class PromptDataset(BaseDataset):
         return PromptRow(
             index=index % len(self._rows),
             input_ids=ids,
-            raw_prompt=raw_prompt(row, self.config),
-            ground_truth=ground_truth(row, self.config),
+            raw_prompt=self.prompt(row),
+            ground_truth=self.answer(row),
             data_source=str(row.find(self.config.data_source_key) or ""),
             extra_info=other_columns(row, self.config),
             multi_modal_data=read_images(row, self.config),
         )
+
+    def answer(self, row: Row) -> Any:
+        """Return the reference answer of a row.
+
+        Raises:
+            DataError: the row has none.
+        """
+        return ground_truth(row, self.config)
+
+    def prompt(self, row: Row) -> str | list[dict[str, Any]]:
+        """Return the prompt of a row.
+
+        Raises:
+            DataError: the row has none, or it is malformed.
+        """
+        return raw_prompt(row, self.config)
+
+    def encode(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Ids]:
+        """Return the token ids of each row's prompt."""
+        return encode_prompts(rows, tokenizer, self.config)
 
     def collate(self, rows: list[PromptRow]) -> DataProto:
         """Return a batch of prompts.
@@ -109,6 +137,24 @@ class PromptDataset(BaseDataset):
                 **image_columns([row.multi_modal_data for row in rows]),
             },
         )
+
+
+class TaskDataset(PromptDataset):
+    """Rows for environments, which write the first message and score: answer and prompt may be missing or empty."""
+
+    def answer(self, row: Row) -> Any:
+        return find_ground_truth(row, self.config)
+
+    def prompt(self, row: Row) -> str | list[dict[str, Any]]:
+        return super().prompt(row) if row.find(self.config.prompt_key) else []
+
+    def encode(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Ids]:
+        """Return the token ids of each row's prompt; the pad token for a row without one."""
+        with_prompt = [number for number, row in enumerate(rows) if self.prompt(row)]
+        encoded = super().encode([rows[number] for number in with_prompt], tokenizer)
+        found = dict(zip(with_prompt, encoded, strict=True))
+        empty = [require_pad_id(tokenizer)]
+        return [found.get(number, empty) for number in range(len(rows))]
 
 
 def find_ground_truth(row: Row, config: DataConfig) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollcast_serving.launcher import ReplicaAddress
     from rollcast_serving.manager import RoutingSettings
 
-__all__ = ["Answers", "BaseGenerator", "GeneratorSetup", "generators"]
+__all__ = ["Answers", "BaseGenerator", "GeneratorSetup", "dataset_name", "generators"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class BaseGenerator(ABC):
     def is_wanted(cls, config: DictConfig) -> bool:
         """Return True if the configuration asks for this generator."""
 
+    @classmethod
+    def scores_itself(cls, config: DictConfig) -> bool:  # noqa: ARG003  # for subclasses
+        """Return True if rows of prompts need no reference answer and no prompt, as an environment provides both."""
+        return False
+
     def __init__(self, setup: GeneratorSetup) -> None:
         self.setup = setup
 
@@ -108,3 +113,16 @@ class BaseGenerator(ABC):
 generators: Registry[type[BaseGenerator]] = Registry(
     "rollcast.generators", subclass_of(BaseGenerator), description="ways to answer the prompts of rollcast eval"
 )
+
+
+def dataset_name(name: str, config: DictConfig) -> str:
+    """Return the dataset of a config's prompts: ``tasks`` in place of ``prompts`` where an environment scores them.
+
+    Args:
+        name: registry name of the dataset that the config chooses.
+        config: the composed configuration.
+    """
+    if name != "prompts":
+        return name
+    kinds = (generators.get(each) for each in generators.names())
+    return "tasks" if any(kind.is_wanted(config) and kind.scores_itself(config) for kind in kinds) else name

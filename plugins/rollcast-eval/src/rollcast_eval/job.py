@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,12 +27,13 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
+from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, dataset_name, generators
 from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
@@ -79,7 +81,8 @@ class SampleJob:
         check_token_ids(self._rollout, self._model.path)
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
-        dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
+        name = dataset_name(self._data.dataset, config)
+        dataset_class = cast("Any", datasets.get(name, requested_by="data.dataset"))
         rows = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
         # Ignore a recipe's limit, which is for validations; a file of prompts is sampled completely.
         self.dataset: BaseDataset = FirstRows(rows, self._data.val_max_samples) if scored else rows
@@ -184,7 +187,7 @@ class SampleJob:
             replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:
-                    self._generator.connect(groups, lambda: replicas.addresses)
+                    self._generator.connect(groups, functools.partial(_living, replicas))
                 with self._judging(groups, runtime, replicas.loop):
                     yield replicas
             finally:
@@ -253,6 +256,12 @@ class SampleJob:
                 strict=True,
             )
         ]
+
+
+def _living(replicas: Replicas) -> Sequence[ReplicaAddress]:
+    """Restart dead replicas; return the addresses of all."""
+    replicas.check_health()
+    return replicas.addresses
 
 
 def _seed(run: int, index: int, sample: int) -> int:

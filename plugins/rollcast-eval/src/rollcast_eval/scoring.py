@@ -498,7 +498,11 @@ class RewardScorer:
         rollouts = RolloutRows.of(batch)
         if rollouts is None:
             return self._scores_of(samples)
-        given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
+        scored = batch["is_scored"].bool()
+        given, answered = _given_results(batch), rollouts.final & scored.logical_not()
+        if bool(scored.any()):
+            # An environment that scores had no turn to do so; the reward function is not meant for its rollouts.
+            answered &= batch["finished"].bool()
         if "rollout_failed" in batch:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()

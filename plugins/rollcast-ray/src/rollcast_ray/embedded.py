@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import ray
@@ -53,6 +54,7 @@ _TOKEN = secrets.token_hex(32)
 _auth_logger = logging.getLogger(AUTHENTICATION_LOGGER)
 #: Processes without which the embedded Ray cannot answer.
 _VITAL = ("gcs_server", "raylet")
+_REAPER = Path(__file__).with_name("_reaper.py")
 _LOOK_S = 0.25
 _END_GRACE_S = 1.0
 #: Exit code of a program without a rollcast command whose Ray broke, the same as for a failed command.
@@ -83,6 +85,7 @@ class EmbeddedRay:
         self._vital: dict[str, subprocess.Popen[bytes]] = {}
         self._broken = ""
         self._leaving: threading.Thread | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     def start(self, num_cpus: int | None, object_store_memory: int | None, log_to_driver: bool) -> None:
         """Start Ray on the loopback address, with a token known only to its own processes.
@@ -102,6 +105,10 @@ class EmbeddedRay:
             )
         atexit.register(self._exit_if_stuck)
         self.watch(started_processes())
+        pids = [str(process.pid) for process in self._started.values()]
+        self._reaper = subprocess.Popen(  # noqa: S603  # our own interpreter and file
+            [sys.executable, str(_REAPER), *pids], stdin=subprocess.PIPE, start_new_session=True
+        )
 
     def watch(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
         """Monitor the processes of a Ray, given by their kind."""
@@ -138,6 +145,15 @@ class EmbeddedRay:
     def forget(self) -> None:
         """Stop monitoring, because this Ray was ended elsewhere."""
         self._started, self._vital, self._broken = {}, {}, ""
+        self._end_reaper()
+
+    def _end_reaper(self) -> None:
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.wait()
+            if self._reaper.stdin is not None:
+                self._reaper.stdin.close()
+            self._reaper = None
 
     def end(self, stop: Callable[[], None]) -> None:
         """End Ray in order after calling ``stop``; kill its processes if it is broken or breaks meanwhile.
@@ -171,6 +187,7 @@ class EmbeddedRay:
         else:
             ray.shutdown()
         self._started, self._vital = {}, {}
+        self._end_reaper()
         if raised:
             raise raised[0]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import RewardError
-from rollcast_rewards.policy import Outcome, Outcomes, check_value, failure_of, timed_out
+from rollcast_rewards.policy import Outcome, Outcomes, check_value, describe_error, failure_of, timed_out
 
 __all__ = ["MAX_CONCURRENT", "AsyncScorer", "BatchLoop", "LateBatch", "score_once"]
 
@@ -231,7 +231,7 @@ class AsyncScorer:
         try:
             async with asyncio.timeout(self._limit) as deadline:
                 return await self._attempt(self._reward, sample)
-        except Exception as error:  # noqa: BLE001 -- the error is the sample's and is reported with it
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 -- reported with the sample
             late = isinstance(error, TimeoutError) and deadline.expired()
             return timed_out(self._limit) if late else failure_of(error)
 
@@ -311,7 +311,7 @@ async def _await_all(values: Sequence[Any], slots: asyncio.Semaphore, limit: flo
     async with slots:
         try:
             async with asyncio.timeout(limit) as deadline:
-                results = await asyncio.gather(*(values[place] for place in places))
+                results = await asyncio.gather(*(_without_exit(values[place]) for place in places))
         except TimeoutError:
             if deadline.expired():
                 raise LateBatch from None
@@ -319,6 +319,14 @@ async def _await_all(values: Sequence[Any], slots: asyncio.Semaphore, limit: flo
     for place, result in zip(places, results, strict=True):
         found[place] = result
     return found
+
+
+async def _without_exit(value: Awaitable[Any]) -> Any:
+    """Return an awaitable's result; an exception that would end the loop's thread becomes an error of the reward."""
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RewardError(f"raised {describe_error(error)}") from error
 
 
 def _answers(loop: asyncio.AbstractEventLoop) -> bool:

@@ -74,7 +74,7 @@ class _InProcessManager(PolicyRewardManager):
                 alarm.disarm()
                 failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
                 found = [failure] * len(part)
-            except Exception as error:  # noqa: BLE001 -- the bad sample is searched for below
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- the bad sample is searched for below
                 if len(part) > 1:
                     middle = len(indices) // 2
                     waiting += [indices[middle:], indices[:middle]]
@@ -115,7 +115,7 @@ class NaiveRewardManager(_InProcessManager):
                 except TimeUp:
                     alarm.disarm()
                     outcome = timed_out(self.settings.timeout_s)
-                except Exception as error:  # noqa: BLE001 -- reported as the sample's error
+                except (Exception, SystemExit) as error:  # noqa: BLE001 -- reported as the sample's error
                     outcome = failure_of(error)
                 outcomes.add(index, outcome)
 

@@ -6,21 +6,17 @@ import logging
 import os
 import pickle
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings
+from rollcast.contracts.user_processes import UserProcess, UserProcesses, describe_status
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.policy import Failure, Outcome, Outcomes, PolicyRewardManager, timed_out
 from rollcast_rewards.worker import HEADER
@@ -28,7 +24,6 @@ from rollcast_rewards.worker import HEADER
 __all__ = ["PrimeRewardManager"]
 
 logger = logging.getLogger(__name__)
-_WORKER = Path(__file__).with_name("worker.py")
 _MOST_PROCESSES = 8
 #: Time limit in seconds for a process to load the reward.
 _LOAD_S = 120.0
@@ -38,17 +33,9 @@ _CHUNK = 1 << 16
 class _Process:
     """A worker process, with its current sample and deadline."""
 
-    def __init__(self, setup: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and file
-                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        self.connection = ours
+    def __init__(self, child: UserProcess, setup: bytes) -> None:
+        self.child = child
+        self.connection = child.connection
         self.ready = False
         self.index: int | None = None
         self.deadline: float | None = time.monotonic() + _LOAD_S
@@ -82,16 +69,24 @@ class _Process:
         end = HEADER.size + HEADER.unpack_from(self._received)[0]
         if len(self._received) < end:
             return None
-        message: tuple[Any, ...] = pickle.loads(bytes(self._received[HEADER.size : end]))
+        try:
+            message: tuple[Any, ...] = pickle.loads(bytes(self._received[HEADER.size : end]))
+        except Exception as error:  # the reward wrote into the connection
+            raise EOFError from error
         del self._received[:end]
         return message
 
+    @property
+    def is_gone(self) -> bool:
+        """True if the process has ended since its last sample, or answers without one."""
+        try:
+            return self.ready and self.receive() is not None
+        except EOFError:
+            return True
+
     def end(self) -> int:
         """End the process and its children; return its exit status."""
-        self.connection.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        return self.popen.wait()
+        return self.child.end()
 
 
 class PrimeRewardManager(PolicyRewardManager):
@@ -132,29 +127,34 @@ class PrimeRewardManager(PolicyRewardManager):
                 f"({type(error).__name__}: {error}); naive scores without them"
             ) from error
         setup = {"reward": pickled, "timeout_s": self.settings.timeout_s, "memory_limit_mb": memory_limit_mb}
-        self._setup = setup
+        self._setup = pickle.dumps(setup)
         self._processes: list[_Process] = []
-        self._finalizer = weakref.finalize(self, _end_all, self._processes)
+        self._source = UserProcesses("rollcast_rewards.worker:serve", ("rollcast.rewards",))
+        self._finalizer = weakref.finalize(self, self._source.close)
 
     def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         waiting = deque(range(len(samples)))
-        setup = pickle.dumps({**self._setup, "path": sys.path})
-        for process in [each for each in self._processes if each.popen.poll() is not None]:
+        for process in [each for each in self._processes if each.is_gone]:
             process.end()
             self._processes.remove(process)
         while len(self._processes) < min(self._count, len(samples)):
-            self._processes.append(_Process(setup))
+            self._processes.append(self._start())
         try:
             while outcomes.undecided:
                 self._assign(samples, waiting, outcomes)
                 for process in self._wait():
-                    self._handle(process, waiting, outcomes, setup)
+                    self._handle(process, waiting, outcomes)
         except BaseException:
             self.close()  # samples in other processes belong to a finished batch
             raise
 
     def close(self) -> None:
-        _end_all(self._processes)
+        while self._processes:
+            self._processes.pop().end()
+        self._source.close()
+
+    def _start(self) -> _Process:
+        return _Process(self._source.fork(), self._setup)
 
     def _assign(self, samples: Sequence[RewardSample], waiting: deque[int], outcomes: Outcomes) -> None:
         for process in self._processes:
@@ -184,15 +184,15 @@ class PrimeRewardManager(PolicyRewardManager):
         late = [each for each in self._processes if each.deadline is not None and each.deadline <= now]
         return ready + [process for process in late if process not in ready]
 
-    def _handle(self, process: _Process, waiting: deque[int], outcomes: Outcomes, setup: bytes) -> None:
+    def _handle(self, process: _Process, waiting: deque[int], outcomes: Outcomes) -> None:
         try:
             message = process.receive()
         except EOFError:
-            self._replace(process, self._died(process), outcomes, setup, bool(waiting))
+            self._replace(process, self._died(process), outcomes, bool(waiting))
             return
         if message is None:
             if process.deadline is not None and process.deadline <= time.monotonic():
-                self._replace(process, self._late(process), outcomes, setup, bool(waiting))
+                self._replace(process, self._late(process), outcomes, bool(waiting))
             return
         if message[0] == "broken":
             raise RewardError(
@@ -204,7 +204,7 @@ class PrimeRewardManager(PolicyRewardManager):
         outcome = _read_outcome(message)
         if isinstance(outcome, Failure) and outcome.kind == "memory":
             # The reward may still hold the memory of the failed sample.
-            self._replace(process, outcome, outcomes, setup, bool(waiting))
+            self._replace(process, outcome, outcomes, bool(waiting))
             return
         index, process.index, process.deadline = process.index, None, None
         if index is not None:
@@ -212,7 +212,7 @@ class PrimeRewardManager(PolicyRewardManager):
 
     def _died(self, process: _Process) -> Failure:
         status = process.end()
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = describe_status(status)
         if not process.ready:
             raise RewardError(f"reward {self.name}: a process of reward.reward_manager=prime did not start ({how})")
         return Failure("died", f"ended its process ({how})")
@@ -222,12 +222,12 @@ class PrimeRewardManager(PolicyRewardManager):
             raise RewardError(f"reward {self.name} was not loaded within {_LOAD_S:g} s in a process of its own")
         return timed_out(self.settings.timeout_s)
 
-    def _replace(self, process: _Process, failure: Failure, outcomes: Outcomes, setup: bytes, more: bool) -> None:
+    def _replace(self, process: _Process, failure: Failure, outcomes: Outcomes, more: bool) -> None:
         """End a process and decide its sample; start another process if samples are waiting."""
         process.end()
         self._processes.remove(process)
         if more:
-            self._processes.append(_Process(setup))
+            self._processes.append(self._start())
         if process.index is not None:
             outcomes.add(process.index, failure)
 
@@ -237,8 +237,3 @@ def _read_outcome(message: tuple[Any, ...]) -> Outcome:
         return Failure(message[1], message[2])
     result: RewardResult = message[1]
     return result
-
-
-def _end_all(processes: list[_Process]) -> None:
-    while processes:
-        processes.pop().end()

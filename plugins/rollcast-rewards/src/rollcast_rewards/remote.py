@@ -192,6 +192,6 @@ class RemoteRewardManager(PolicyRewardManager):
                 if not left or batch.over.wait(max(pause if asked is None else asked, self._limit.reserve())):
                     return failure
                 pause = min(pause * 2, _LONGEST_PAUSE_S)
-            except Exception as error:  # noqa: BLE001 -- reported as the sample's error
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 -- reported as the sample's error
                 return failure_of(error)
         return failure

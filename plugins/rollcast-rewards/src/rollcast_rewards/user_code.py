@@ -79,7 +79,7 @@ def _existing(text: str, key: str) -> Path:
 def _import_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and name.split(".")[0] == error.name
         hint = f"; it is no installed module, and a file is named with its ending, {name}.py" if missing else ""
         raise ConfigError(f"{key}: the module {name} does not import: {type(error).__name__}: {error}{hint}") from error
@@ -96,7 +96,7 @@ def _import_file(file: Path, key: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sys.modules.pop(name)
         if previous is not None:
             sys.modules[name] = previous

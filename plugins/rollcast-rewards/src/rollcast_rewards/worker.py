@@ -1,13 +1,12 @@
-"""A process that scores samples for the manager ``prime``; run as ``python -P worker.py <socket's number>``.
+"""A process that scores samples for the manager ``prime``.
 
-The first message has the module search path and the reward; each further message has a sample. Messages are
-pickles, preceded by their length. At import this file needs only the standard library, because the search path is
-not set yet.
+The first message has the reward; each further message has a sample. Messages are pickles, preceded by their length.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import resource
 import signal
@@ -18,21 +17,22 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HEADER", "main"]
+from rollcast_rewards.policy import check_value, failure_of
+
+__all__ = ["HEADER", "serve"]
 
 HEADER = struct.Struct("!Q")
 #: Delay in seconds after the manager's time limit at which the kernel ends a sample, in case the manager has died.
 _GRACE_S = 5.0
 
 
-def main(number: int) -> None:
+def serve(connection: socket.socket) -> None:
     """Serve one manager until it closes the connection."""
-    connection = socket.socket(fileno=number)
+    owner = os.getpid()
     message = _receive(connection)
     if message is None:
         return
     setup: dict[str, Any] = pickle.loads(message)
-    sys.path[:] = setup["path"]
     try:
         score = _prepare(setup)
     except Exception as error:  # noqa: BLE001 -- the manager raises it
@@ -44,13 +44,13 @@ def main(number: int) -> None:
         if limit is not None:
             signal.setitimer(signal.ITIMER_REAL, limit + _GRACE_S)
         answer = score(message)
+        if os.getpid() != owner:  # the reward forked, and this is the copy
+            os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _send(connection, answer)
 
 
 def _prepare(setup: dict[str, Any]) -> Any:
-    from rollcast_rewards.policy import check_value, failure_of
-
     # By default, an alarm ends the process, which works even if the interpreter hangs.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     reward = pickle.loads(setup["reward"])
@@ -107,7 +107,3 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
             return None
         parts += part
     return bytes(parts)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -54,6 +54,17 @@ class Sampler(ABC):
         """Prepare for requests from elsewhere; return the replicas that serve them, by default none."""
         return ()
 
+    def check_health(self, is_owner: bool = True) -> None:
+        """Restart dead replicas, and wait for them.
+
+        Args:
+            is_owner: False in a thread beside the trainer's; the trainer's then restarts them when it next waits.
+
+        Raises:
+            RolloutError: no replica is left.
+        """
+        return
+
     def take_metrics(self) -> dict[str, float]:
         """Return metrics of generation since the last call, by default none."""
         return {}
@@ -157,6 +168,12 @@ class ReplicaSampler(Sampler):
     def serve(self) -> Sequence[ReplicaAddress]:
         self._wake(["weights", "kv_cache"])
         return self.replicas.addresses
+
+    def check_health(self, is_owner: bool = True) -> None:
+        if is_owner:
+            self.replicas.check_health()
+        else:
+            self.replicas.loop.submit(self.replicas.manager.check_health()).result()
 
     def sync(self, version: int) -> dict[str, float]:
         self.replicas.check_health()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import shlex
@@ -16,15 +15,19 @@ from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment
 from rollcast.contracts.session import Session
 from rollcast.errors import ConfigError
+from rollcast_agents.code_processes import current_process
+from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.gateway import Access, Gateway
-from rollcast_agents.named import load_named
 from rollcast_agents.runner import ProgramFailed
-from rollcast_agents.threads import in_thread
+from rollcast_agents.user_code import call_program
 
 __all__ = ["ProgramLoop"]
 
 _LAST = 2000
 """Maximum characters of a failed command's output in its error."""
+#: Bytes of a command's output that are kept.
+_KEPT = 1 << 20
+_CHUNK = 1 << 16
 _GRACE_S = 2.0
 
 
@@ -37,7 +40,7 @@ class ProgramLoop(BaseAgentLoop):
     ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, and may print ``{"reward": 1.0}`` as its last line.
 
     Raises:
-        ConfigError: ``agent.program`` is missing or cannot be imported.
+        ConfigError: ``agent.program`` is missing.
     """
 
     def __init__(self, setup: AgentLoopSetup) -> None:
@@ -49,7 +52,6 @@ class ProgramLoop(BaseAgentLoop):
             raise ConfigError("agent.loop=program needs the run's gateway")
         self._gateway = setup.gateway
         self._command = shlex.split(program) if setup.config.program_kind == "command" else []
-        self._function: Any = None if self._command else load_named(program, "agent.program")
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
         with self._gateway.open(session, getattr(session, "sampling", None)) as access:
@@ -59,13 +61,16 @@ class ProgramLoop(BaseAgentLoop):
         return Outcome(session.end or "done", reward=value, messages=access.conversation())
 
     async def _call(self, task: Mapping[str, Any], access: Access) -> Any:
-        arguments = {"base_url": access.base_url, "api_key": access.api_key}
+        program, process = str(self.setup.config.program), current_process()
+        arguments = dict(task), access.base_url, access.api_key
         try:
-            if inspect.iscoroutinefunction(self._function):
-                return await self._function(dict(task), **arguments)
-            return await in_thread(self._function, dict(task), **arguments)
+            if process is None:
+                return await call_program(program, *arguments)
+            return await process.call("program", program, "program", *arguments)
+        except ProcessEnded:
+            raise
         except Exception as error:  # the user's code
-            raise ProgramFailed(f"{self.setup.config.program} raised {type(error).__name__}: {error}") from error
+            raise ProgramFailed(f"{program} raised {type(error).__name__}: {error}") from error
 
     async def _execute(self, task: Mapping[str, Any], access: Access) -> Any:
         process = await asyncio.create_subprocess_exec(
@@ -77,14 +82,40 @@ class ProgramLoop(BaseAgentLoop):
             start_new_session=True,
         )
         try:
-            out, err = await process.communicate(json.dumps(dict(task), default=str).encode())
-        except BaseException:
+            out, err = await _run(process, json.dumps(dict(task), default=str).encode())
+        finally:
             await _end(process)
-            raise
         if process.returncode:
-            said = err.decode(errors="replace")[-_LAST:] or out.decode(errors="replace")[-_LAST:]
+            said = err[-_LAST:] or out[-_LAST:]
             raise ProgramFailed(f"{self._command[0]} ended with code {process.returncode}: {said.strip()}")
-        return _reward_in(out.decode(errors="replace"))
+        return _reward_in(out)
+
+
+async def _run(process: asyncio.subprocess.Process, task: bytes) -> tuple[str, str]:
+    """Return the ends of a command's output and of its errors, after its end."""
+    reading = [asyncio.ensure_future(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+    try:
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                process.stdin.write(task)
+                await process.stdin.drain()
+            process.stdin.close()
+        await process.wait()
+        # A process that the command leaves behind may keep the streams open.
+        await asyncio.wait(reading, timeout=_GRACE_S)
+        out, err = (bytes(each.result()) if each.done() else b"" for each in reading)
+        return out.decode(errors="replace"), err.decode(errors="replace")
+    finally:
+        for each in reading:
+            each.cancel()
+
+
+async def _end_of(stream: asyncio.StreamReader | None) -> bytes:
+    """Read a stream to its end; return its last bytes, since a program may write without end."""
+    kept = b""
+    while stream is not None and (part := await stream.read(_CHUNK)):
+        kept = (kept + part)[-_KEPT:]
+    return kept
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -14,7 +14,7 @@ from rollcast.contracts.session import Session
 from rollcast.contracts.trajectory import End
 from rollcast.errors import ConfigError, SessionEnded
 from rollcast_agents.chat import as_chat, tool_message
-from rollcast_agents.environments.plain import PlainEnvironment
+from rollcast_agents.runner import GuardedEnvironment
 from rollcast_agents.tools.box import RolloutTools, ToolBox
 
 __all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
@@ -148,14 +148,14 @@ class EnvironmentLoop(BaseAgentLoop):
             session.follow(episode.messages, lambda: episode.numbers(shared))
             seen = await environment.reset(task)
             episode.observe(0, seen)
-            plain: PlainEnvironment | None = getattr(environment, "plain", None)
-            if plain is not None:
-                tools = tools.with_tools(plain.tools)
+            guarded = environment if isinstance(environment, GuardedEnvironment) else None
+            if guarded is not None and guarded.tools is not None:
+                tools = tools.with_tools(guarded.tools)
             offered = _offered(tools, seen, _with_schemas(tools.schemas, _own_tools(task)))
             while (message := await episode.reply(session, offered)) is not None and episode.end != "aborted":
                 if episode.end == "done" and message.tool_calls and tools.knows(message.tool_calls):
                     await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
-                    if plain is None or not await plain.done_early():
+                    if guarded is None or not await guarded.done_early():
                         continue
                 # A reply that was cut at its length limit is scored too, as the last one.
                 seen = await environment.step(message)

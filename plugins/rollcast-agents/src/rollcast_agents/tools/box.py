@@ -16,6 +16,7 @@ from rollcast.contracts.renderer import ToolCall, ToolSchema
 from rollcast.contracts.tool import BaseTool, ToolResult
 from rollcast.contracts.tool import tools as registry
 from rollcast.errors import ConfigError
+from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.named import load_named
 from rollcast_agents.tools.functions import FunctionTool, as_result
 
@@ -133,7 +134,7 @@ class RolloutTools:
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    _states: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    _states: dict[str, tuple[BaseTool, asyncio.Task[Any]]] = field(default_factory=dict)
 
     @property
     def schemas(self) -> list[ToolSchema]:
@@ -189,6 +190,8 @@ class RolloutTools:
             if not limit.expired():
                 return self._failed(f"{call.name} failed: TimeoutError: {error}")
             return self._failed(f"{call.name} did not answer within {self._limits.timeout_s:g} s.")
+        except ProcessEnded:
+            raise  # the states of the rollout's tools are lost
         except Exception as error:  # a user's code may raise anything; the model sees the error
             logger.debug("tool %s raised", call.name, exc_info=True)
             return self._failed(f"{call.name} failed: {type(error).__name__}: {error}")
@@ -203,16 +206,18 @@ class RolloutTools:
     async def _state(self, name: str) -> Any:
         # Calls of one turn run concurrently; the first opens the state for all of them.
         if name not in self._states:
-            self._states[name] = asyncio.ensure_future(self._tools[name].open(self._task))
-        return await asyncio.shield(self._states[name])
+            tool = self._tools[name]
+            self._states[name] = tool, asyncio.ensure_future(tool.open(self._task))
+        return await asyncio.shield(self._states[name][1])
 
     async def release(self) -> None:
         """Release the state of every opened tool; a failing one does not affect the others."""
-        for name, opening in self._states.items():
+        for name, (tool, opening) in self._states.items():
             try:
-                state = await opening
                 async with asyncio.timeout(self._limits.timeout_s):
-                    await self._tools[name].release(state)
+                    await tool.release(await opening)
+            except ProcessEnded as error:
+                logger.debug("tool %s has no state to release: %s", name, error)
             except Exception:  # a user's code must not prevent the rollout from ending
                 logger.warning("tool %s could not release its state", name, exc_info=True)
         self._states.clear()

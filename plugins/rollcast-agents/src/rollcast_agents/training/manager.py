@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from rollcast_agents.assembly import assemble_trajectories
 
 __all__ = ["AgentLoopManager", "Rollouts", "has_failed", "rows_of"]
 
+logger = logging.getLogger(__name__)
 _TASK = ("ground_truth", "data_source", "extra_info")
 #: Columns of the prompts that the rollouts replace.
 _REPLACED = ("prompts", "seed")
@@ -64,7 +65,8 @@ class AgentLoopManager:
 
     Args:
         group: worker group.
-        addresses: returns the replicas to sample from; None if the workers sample in the actor's processes.
+        addresses: restarts dead replicas and returns those to sample from; None if the workers sample in the actor's
+            processes.
     """
 
     def __init__(self, group: WorkerGroup, addresses: Callable[[], Sequence[Any]] | None = None) -> None:
@@ -85,20 +87,46 @@ class AgentLoopManager:
 
         Raises:
             WorkerError: a worker was lost, or the agents cannot be built.
+            RolloutError: no replica is left.
         """
-        rows = rows_of(prompts, seeds, name, seed, self._group.world_size)
-        call = functools.partial(self._group.run_rollouts, rows, sampling)
-        found = call() if self._addresses is None else call(list(self._addresses()))
-        lists = list(found.non_tensor_batch["trajectories"])[: len(prompts)]
+        rows = rows_of(prompts, seeds, name, seed)
+        if self._addresses is None:
+            return _assembled(prompts, self._run(rows, sampling))
+        addresses = list(self._addresses())
+        lists = self._run(rows, sampling, addresses)
+        while failed := [row for row, found in enumerate(lists) if any(map(_is_failed_by_engine, found))]:
+            before, addresses = addresses, list(self._addresses())
+            if addresses == before:  # no replica was lost
+                break
+            logger.warning("%d rollouts run again, since their replica was restarted", len(failed))
+            again = self._run(rows.select_idxs(torch.tensor(failed)), sampling, addresses)
+            for row, found in zip(failed, again, strict=True):
+                lists[row] = found
         return _assembled(prompts, lists)
 
+    def _run(self, rows: DataProto, *arguments: Any) -> list[Sequence[Trajectory]]:
+        found = self._group.run_rollouts(_padded(rows, self._group.world_size), *arguments)
+        return list(found.non_tensor_batch["trajectories"])[: len(rows)]
 
-def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int, ranks: int) -> DataProto:
+
+def _is_failed_by_engine(trajectory: Trajectory) -> bool:
+    return trajectory.failure is not None and trajectory.failure.boundary == "engine"
+
+
+def _padded(rows: DataProto, ranks: int) -> DataProto:
+    """Return the rows with padding (``filler``), which makes their number divisible by the ranks and is not run."""
+    missing = -len(rows) % ranks
+    if not missing:
+        return rows
+    fillers = rows.select_idxs(torch.zeros(missing, dtype=torch.int64))
+    return DataProto.concat([rows, fillers.with_columns({"filler": torch.ones(missing, dtype=torch.bool)})])
+
+
+def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int) -> DataProto:
     """Return the rows to send to workers.
 
     Returns:
-        ``seed`` int64 and ``filler`` bool ``[B]``, and the objects ``task``, ``rollout_id``, ``group_id``. Padding rows
-        (``filler``), which are not run, make the number of rows divisible by the ranks.
+        ``seed`` int64 and ``filler`` bool ``[B]``, False, and the objects ``task``, ``rollout_id``, ``group_id``.
     """
     count = len(prompts)
     groups = prompts["uid"].tolist() if "uid" in prompts else list(range(count))
@@ -112,12 +140,7 @@ def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int, ranks
         "rollout_id": rollout_ids,
         "group_id": [f"{name}/{group}" for group in groups],
     }
-    rows = DataProto.from_dict({"seed": seeds, "filler": torch.zeros(count, dtype=torch.bool)}, columns)
-    missing = -count % ranks
-    if not missing:
-        return rows
-    fillers = rows.select_idxs(torch.zeros(missing, dtype=torch.int64))
-    return DataProto.concat([rows, fillers.with_columns({"filler": torch.ones(missing, dtype=torch.bool)})])
+    return DataProto.from_dict({"seed": seeds, "filler": torch.zeros(count, dtype=torch.bool)}, columns)
 
 
 def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
@@ -129,7 +152,7 @@ def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
         extra = columns["extra_info"][row] if "extra_info" in columns else None
         prompt = columns["raw_prompt"][row]
         known = {key: columns[key][row] for key in _TASK if key in columns}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
         # Rollouts of one prompt start the same episode, in every epoch and after a restart.
         drawn = int(np.random.SeedSequence([seed % 2**32, number]).generate_state(1)[0])
         tasks.append({"seed": drawn, "index": number, **(extra or {}), **known, "prompt": messages})

@@ -21,6 +21,7 @@ from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_if_empty
 from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
+from rollcast_serving.launcher import ReplicaAddress
 from rollcast_trainer.batch.columns import GENERATED, PROMPT
 from rollcast_trainer.run.rollouts_beside import (
     PromptGroup,
@@ -61,9 +62,15 @@ class AgentGenerator:
     def manager(self) -> AgentLoopManager:
         """Manager of the run's workers, which must have started."""
         if self._manager is None:
-            addresses = self._run.sampler.serve if self._role == AGENT_LOOP else None
-            self._manager = AgentLoopManager(self._run.groups[self._role], addresses)
+            self._manager = self._build_manager(is_owner=True)
         return self._manager
+
+    def _build_manager(self, is_owner: bool) -> AgentLoopManager:
+        def addresses() -> Sequence[ReplicaAddress]:
+            self._run.sampler.check_health(is_owner)
+            return self._run.sampler.serve()
+
+        return AgentLoopManager(self._run.groups[self._role], addresses if self._role == AGENT_LOOP else None)
 
     def __call__(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the rows of one rollout per row of prompts, including failed ones."""
@@ -81,8 +88,9 @@ class AgentGenerator:
     def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
         """Run the rollouts of one prompt; thread-safe."""
         seed = self._run.task.trainer.seed
+        manager = self._build_manager(is_owner=False)
         with self._run.timeline.replicas_busy("generate"):
-            return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
+            return manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
 
     def keep(self, rollouts: Rollouts) -> None:
         """Keep training rollouts until they are saved."""

@@ -29,6 +29,7 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
+from rollcast_eval.contract import dataset_name
 from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
 from rollcast_eval.scoring import RewardScorer, RewardSetup
@@ -325,7 +326,7 @@ class TaskRunner:
         """
         settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
         files = fetch_files(getattr(self.data, key), f"data.{key}")
-        dataset_class = cast("Any", datasets.get(name))
+        dataset_class = cast("Any", datasets.get(dataset_name(name, self.config)))
         return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
 
     def train_batches(self) -> EpochIterator:
