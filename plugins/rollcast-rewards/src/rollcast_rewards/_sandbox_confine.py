@@ -210,7 +210,7 @@ def confine(job: dict[str, Any], server: dict[str, Any], number: int) -> tuple[d
         "processes": own or (filtered and files),
         "shared_memory": own or filtered,
         "privileges": not has_privileges,
-        "storage": own,
+        "storage": bool(server["namespaces"]),
     }
     return isolation, filtered
 

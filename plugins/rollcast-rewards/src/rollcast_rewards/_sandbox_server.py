@@ -71,8 +71,9 @@ def serve(settings: dict[str, Any]) -> _Job | None:
         waits = [program.deadline - now for program in running.values() if program.in_time]
         for key, _ in selector.select(max(min(waits), 0.0) if waits else None):
             if key.data is not None:  # the caller has closed the control socket
-                selector.unregister(key.fileobj)
-                _kill(key.data)
+                if key.data in running:  # else it was reaped in this round
+                    selector.unregister(key.fileobj)
+                    _kill(key.data)
             elif key.fileobj == reading:
                 os.read(reading, 4096)
                 _reap(running, selector)
@@ -144,6 +145,8 @@ def run(job: _Job, settings: dict[str, Any]) -> None:
         if lacking:
             raise OSError(f"the isolation of {', '.join(lacking)} does not hold any more")
     except Exception as error:  # noqa: BLE001 -- the caller raises it
+        import traceback; traceback.print_exc()
+        _send(job.control, {"error": traceback.format_exc()})
         _send(job.control, {"error": f"{type(error).__name__}: {error}"})
         return
     _send(job.control, {"isolation": isolation})

@@ -232,9 +232,13 @@ class LocalSandbox:
     Of three mechanisms, the first that works is used: ``namespaces`` (with root's right, or in a user namespace),
     ``bubblewrap`` (where only this program may make namespaces), and ``process`` (without namespaces). Landlock, a
     filter of system calls and limits are added to each.
+
+    Args:
+        mechanisms: mechanisms to try, in this order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mechanisms: Sequence[str] = ("namespaces", "bubblewrap", "process")) -> None:
+        self._mechanisms = tuple(mechanisms)
         self._lock = threading.Lock()
         self._server: _Server | None = None
         self._bubblewrap: str | None = None
@@ -254,7 +258,7 @@ class LocalSandbox:
             if self._owner == os.getpid() and self.mechanism and self._is_alive():
                 return
             self._owner, self._server, self._bubblewrap = os.getpid(), None, None
-            for name in ("namespaces", "bubblewrap", "process"):
+            for name in self._mechanisms:
                 program = shutil.which("bwrap") if name == "bubblewrap" else None
                 if name == "bubblewrap" and (program is None or os.geteuid() == 0):
                     # For root it makes no difference: bubblewrap cannot change to a user of the program's own.
@@ -264,10 +268,9 @@ class LocalSandbox:
                     self._try(name, program)
                 except OSError as error:
                     self.refused[name] = str(error)
-                    if name == "process":
-                        raise
                 else:
                     return
+            raise OSError(f"no program can be started in the sandbox: {_refusals(self.refused)}")
 
     def _is_alive(self) -> bool:
         return self.mechanism == "bubblewrap" or (self._server is not None and self._server.popen.poll() is None)
