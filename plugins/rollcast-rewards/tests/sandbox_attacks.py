@@ -147,7 +147,9 @@ def main(mechanism: str) -> dict[str, object]:
 
         with ThreadPoolExecutor(2) as pool:
             for kind, attacks in ATTACKS.items():
-                won[kind] += [name for name, success in zip(attacks, pool.map(attack, attacks.values()), strict=True) if success]
+                won[kind] += [
+                    name for name, success in zip(attacks, pool.map(attack, attacks.values()), strict=True) if success
+                ]
         after = secret.stat()
         if (after.st_mode, after.st_mtime, secret.read_text()) != (before.st_mode, before.st_mtime, "hunter2"):
             won["files"].append("the secret has changed")

@@ -316,7 +316,10 @@ def _filter_calls(own_files: bool, abi: int) -> bool:
     refused = [call[column] for calls in _REFUSED.values() for call in calls]
     if not own_files:
         refused += [call[column] for call in _REFUSED_ON_HOST_FILES]
-    for number, answer in (*((number, _REFUSE) for number in refused), *((number, _ABSENT) for number in _ABSENT_CALLS)):
+    for number, answer in (
+        *((number, _REFUSE) for number in refused),
+        *((number, _ABSENT) for number in _ABSENT_CALLS),
+    ):
         if number >= 0:
             program += [jump(equal, number, 0, 1), end(answer)]
     me, allow, refuse = os.getpid(), end(_ALLOW), end(_REFUSE)

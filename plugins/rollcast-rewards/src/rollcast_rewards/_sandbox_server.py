@@ -89,6 +89,10 @@ def serve(settings: dict[str, Any]) -> _Job | None:
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    # Nothing may close a descriptor later, when its number belongs to the program.
+                    selector.close()
+                    for control in (server, *(program.control for program in running.values())):
+                        control.close()
                     return job
                 for descriptor in job.descriptors:
                     os.close(descriptor)
@@ -145,8 +149,6 @@ def run(job: _Job, settings: dict[str, Any]) -> None:
         if lacking:
             raise OSError(f"the isolation of {', '.join(lacking)} does not hold any more")
     except Exception as error:  # noqa: BLE001 -- the caller raises it
-        import traceback; traceback.print_exc()
-        _send(job.control, {"error": traceback.format_exc()})
         _send(job.control, {"error": f"{type(error).__name__}: {error}"})
         return
     _send(job.control, {"isolation": isolation})
