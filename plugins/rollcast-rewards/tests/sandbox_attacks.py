@@ -145,7 +145,7 @@ def main(mechanism: str) -> dict[str, object]:
             with sandbox.exec(program, limits=limits) as execution:
                 return "WON" in execution.wait().stdout
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(8) as pool:
             for kind, attacks in ATTACKS.items():
                 won[kind] += [
                     name for name, success in zip(attacks, pool.map(attack, attacks.values()), strict=True) if success

@@ -18,9 +18,12 @@ import pytest
 import rollcast
 import rollcast_rewards
 from rollcast.contracts.reward import RewardSample
+from rollcast.contracts.health import HealthSetup
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.code import CodeReward, extract_program
+from rollcast_rewards.health import SandboxCheck
 from rollcast_rewards.sandbox import (
+    KINDS,
     PROMISED,
     LocalSandbox,
     SandboxLimits,
@@ -29,6 +32,7 @@ from rollcast_rewards.sandbox import (
     mechanism,
     run_sandboxed,
 )
+from rollcast_testing import HealthCheckSuite
 from rollcast_testing.reward import RewardSuite
 
 ISOLATED = pytest.mark.skipif(not isolation()["processes"], reason="this system does not isolate processes")
@@ -94,7 +98,7 @@ def test_nothing_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_folders_are_removed() -> None:
     """Of a mechanism that uses folders of the host, even if they are too deep for Python to remove."""
     sandbox = LocalSandbox(["process"])
-    program = "import os\nprint(os.getcwd())\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')"
+    program = "import os\nprint(os.getcwd())\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')"
     with sandbox.exec(program, limits=LIMITS, allow_missing=PROMISED) as execution:
         folder = execution.wait().stdout.strip()
         assert "rollcast-sandbox-" in folder
@@ -182,6 +186,25 @@ def test_the_filter_holds_for_native_code_too() -> None:
 def test_threads_are_fine() -> None:
     program = "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()"
     assert run(program, memory_mb=512).stdout == "hi\n"
+
+
+class TestHealth(HealthCheckSuite):
+    name = "sandbox"
+    configs = ({"reward": {"name": "code"}},)
+
+
+def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {**dict.fromkeys(KINDS, True), "files": False, "storage": False}
+    monkeypatch.setattr("rollcast_rewards.health.isolation", lambda: held)
+    reward = {"name": "code"}
+    for config, state in (
+        ({}, "warning"),
+        ({"reward": reward}, "problem"),
+        ({"reward": {**reward, "reward_kwargs": {"allow_missing": ["files"]}}}, "warning"),
+        ({"agent": {"tools": {"python": {}}}}, "problem"),
+    ):
+        states = {finding.name: finding.state for finding in SandboxCheck().run(HealthSetup(config))}
+        assert (states["files"], states["storage"], states["network"]) == (state, "warning", "ok")
 
 
 def test_limits_have_to_be_positive() -> None:
