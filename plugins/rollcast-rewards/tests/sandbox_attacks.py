@@ -171,8 +171,8 @@ def _victim(sandbox: LocalSandbox) -> int:
     """Return the process id of the sleeping program: the youngest process below this one."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout.split()[2:]
-        parents = {int(pid): int(parent) for pid, parent in zip(found[::2], found[1::2], strict=True)}
+        rows = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout.split()[2:]
+        parents = {int(pid): int(parent) for pid, parent in zip(rows[::2], rows[1::2], strict=True)}
 
         def depth(pid: int, parents: dict[int, int] = parents) -> int:
             steps = 0

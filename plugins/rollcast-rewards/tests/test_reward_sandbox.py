@@ -17,8 +17,8 @@ import pytest
 
 import rollcast
 import rollcast_rewards
-from rollcast.contracts.reward import RewardSample
 from rollcast.contracts.health import HealthSetup
+from rollcast.contracts.reward import RewardSample
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.code import CodeReward, extract_program
 from rollcast_rewards.health import SandboxCheck
@@ -417,14 +417,14 @@ def attack(mechanism: str, *prefix: str, python: str = sys.executable, **environ
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
         pytest.fail(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
-def check_attacks(found: dict[str, Any]) -> None:
-    assert found["tried"] >= 40
-    for kind, won in found["won"].items():
-        assert not won or not found["isolation"][kind], (kind, won)
+def check_attacks(report: dict[str, Any]) -> None:
+    assert report["tried"] >= 40
+    for kind, won in report["won"].items():
+        assert not won or not report["isolation"][kind], (kind, won)
 
 
 def test_attacks() -> None:
@@ -457,21 +457,21 @@ def test_attacks_as_an_ordinary_user(way: str) -> None:
     else:
         pytest.skip("an ordinary user cannot read any Python of this version here")
     paths = [str(Path(module.__file__ or "").parents[1]) for module in (rollcast, rollcast_rewards)]
-    found = attack(way, *prefix, python=python, PYTHONPATH=":".join(paths), HOME="/", TMPDIR="/tmp")
-    assert found["user"] == 65534
-    check_attacks(found)
+    report = attack(way, *prefix, python=python, PYTHONPATH=":".join(paths), HOME="/", TMPDIR="/tmp")
+    assert report["user"] == 65534
+    check_attacks(report)
 
 
 def test_programs_run_side_by_side() -> None:
     """From threads too, as a manager may."""
-    found: list[str] = []
+    report: list[str] = []
 
     def go(number: int) -> None:
-        found.append(run_sandboxed(f"print({number})", "", LIMITS).stdout)
+        report.append(run_sandboxed(f"print({number})", "", LIMITS).stdout)
 
     threads = [threading.Thread(target=go, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [f"{number}\n" for number in range(6)]
+    assert sorted(report) == [f"{number}\n" for number in range(6)]

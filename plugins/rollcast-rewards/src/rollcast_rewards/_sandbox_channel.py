@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
-import datetime
+import datetime as dt
 import decimal
 import fractions
 import importlib
@@ -39,9 +39,9 @@ _HELPERS = {"isclose": ("math", "isclose"), "deepcopy": ("copy", "deepcopy")}
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _TEXTUAL: dict[str, type] = {
     f"{kind.__module__}.{kind.__name__}": kind
-    for kind in (decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime, datetime.time)
+    for kind in (decimal.Decimal, fractions.Fraction, dt.date, dt.datetime, dt.time)
 }
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+_SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -49,7 +49,7 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "deque": collections.deque,
     "iterator": iter,
 }
-_MAPPINGS: dict[str, type] = {
+_MAPPINGS: dict[str, Any] = {
     "dict": dict,
     "Counter": collections.Counter,
     "OrderedDict": collections.OrderedDict,
@@ -254,48 +254,42 @@ class _Channel:
 
     # -- values -------------------------------------------------------------------------------
 
-    def encode(self, value: Any) -> Any:  # noqa: PLR0911 -- one line a type
+    def encode(self, value: Any) -> Any:
         """Return the value as JSON data; lists are tagged.
 
         Raises:
             CrossingError: the value cannot cross.
         """
-        kind = type(value)
-        if value is None or kind in (bool, str, float):
+        if value is None or type(value) in (bool, str, float):
             return value
-        if isinstance(value, int):
-            plain = bool(value) if kind is bool else int.__index__(value)
-            return plain if abs(plain) < _LARGE_INTEGER else ["int", hex(plain)]
-        if isinstance(value, float):
-            return float.__float__(value)
-        if isinstance(value, str):
-            return str.__str__(value) if kind.__str__ is str.__str__ else "".join(value)
-        if isinstance(value, complex):
-            return ["complex", value.real, value.imag]
-        if isinstance(value, bytes | bytearray):
-            return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
-        if kind is range:
-            return ["range", *map(self.encode, (value.start, value.stop, value.step))]
-        if value is Ellipsis or value is NotImplemented:
-            return ["constant", repr(value)]
-        text = f"{kind.__module__}.{kind.__name__}"
-        if _TEXTUAL.get(text) is kind:
-            return ["text", text, value.isoformat() if hasattr(value, "isoformat") else str(value)]
+        for encode in (_encode_scalar, self._encode_container, self._encode_special):
+            data = encode(value)
+            if data is not None:
+                return data
+        return self._export(value)
+
+    def _encode_container(self, value: Any) -> Any:
         for name, mapping in reversed(_MAPPINGS.items()):
             if isinstance(value, mapping):
                 return [name, [[self.encode(key), self.encode(part)] for key, part in value.items()]]
         for name in ("list", "tuple", "set", "frozenset", "deque"):
-            if isinstance(value, _SEQUENCES[name]):  # type: ignore[arg-type]  # a type but for iterators
+            if isinstance(value, _SEQUENCES[name]):
                 return [name, [self.encode(part) for part in value]]
-        if kind.__module__ == "numpy":
-            return self._encode_array(value)
-        if not self._is_solution and isinstance(value, Iterator) and kind is not Remote:
-            return ["iterator", [self.encode(part) for part in value]]
         if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
             return ["list", [self.encode(part) for part in value]]
+        return None
+
+    def _encode_special(self, value: Any) -> Any:
+        kind = type(value)
         if kind is Remote:
             return ["yours", object.__getattribute__(value, "_number")]
-        return self._export(value)
+        if kind is range:
+            return ["range", *map(self.encode, (value.start, value.stop, value.step))]
+        if kind.__module__ == "numpy":
+            return self._encode_array(value)
+        if not self._is_solution and isinstance(value, Iterator):
+            return ["iterator", [self.encode(part) for part in value]]
+        return None
 
     def _encode_array(self, value: Any) -> Any:
         if hasattr(value, "dtype") and value.dtype.kind in "biufcSUMm" and hasattr(value, "tobytes"):
@@ -319,7 +313,7 @@ class _Channel:
             base = next(kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind)
         return ["mine", number, name, base]
 
-    def decode(self, value: Any) -> Any:  # noqa: PLR0911 -- one line a type
+    def decode(self, value: Any) -> Any:
         """Return the value of JSON data, of an exact built-in type, or a reference.
 
         Raises:
@@ -333,39 +327,60 @@ class _Channel:
         if tag in _SEQUENCES:
             return _SEQUENCES[tag]([self.decode(part) for part in parts[0]])
         if tag in _MAPPINGS:
-            made = _MAPPINGS[tag]()
+            mapping = _MAPPINGS[tag]()
             for key, part in parts[0]:
-                made[self.decode(key)] = self.decode(part)
-            return made
-        if tag in ("bytes", "bytearray"):
-            return (bytes if tag == "bytes" else bytearray).fromhex(parts[0])
-        if tag == "int":
-            return int(parts[0], 16)
-        if tag == "complex":
-            return complex(float(parts[0]), float(parts[1]))
+                mapping[self.decode(key)] = self.decode(part)
+            return mapping
         if tag == "range":
             return range(*map(self.decode, parts))
-        if tag == "constant":
-            return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[parts[0]]
-        if tag == "text":
-            kind: Any = _TEXTUAL[parts[0]]
-            return kind.fromisoformat(parts[1]) if hasattr(kind, "fromisoformat") else kind(parts[1])
-        if tag == "array":
-            return _make_array(*parts)
-        if tag == "from" and parts[0] == "builtins" and isinstance(getattr(builtins, parts[1], None), type):
-            return getattr(builtins, parts[1])
         if tag == "yours":
             return self._exported[int(parts[0])]
         if tag == "mine":
             return self._remote(*parts)
+        if tag in _SCALARS:
+            return _SCALARS[tag](*parts)
         raise CrossingError(f"malformed value {str(tag)[:40]!r}")
 
     def _remote(self, number: int, name: str, base: str) -> Any:
         if number not in self._remotes:
-            kind = getattr(builtins, base, None) if base else None
+            kind: Any = getattr(builtins, base, None) if base else None
             is_error = isinstance(kind, type) and issubclass(kind, BaseException)
             self._remotes[number] = type(str(name), (kind,), {}) if is_error else Remote(self, int(number))
         return self._remotes[number]
+
+
+def _encode_scalar(value: Any) -> Any:
+    """Return the data of a number, text or date, of a subclass too; None for other values."""
+    kind = type(value)
+    if isinstance(value, int):
+        number = bool(value) if kind is bool else int.__index__(value)
+        return number if abs(number) < _LARGE_INTEGER else ["int", hex(number)]
+    if isinstance(value, float) and kind.__module__ != "numpy":
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, complex) and kind.__module__ != "numpy":
+        return ["complex", value.real, value.imag]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
+    if value is Ellipsis or value is NotImplemented:
+        return ["constant", repr(value)]
+    text = f"{kind.__module__}.{kind.__name__}"
+    if _TEXTUAL.get(text) is kind:
+        return ["text", text, value.isoformat() if hasattr(value, "isoformat") else str(value)]
+    return None
+
+
+def _read_text(name: str, text: str) -> Any:
+    kind: Any = _TEXTUAL[name]
+    return kind.fromisoformat(text) if hasattr(kind, "fromisoformat") else kind(text)
+
+
+def _read_builtin(home: str, name: str) -> Any:
+    kind = getattr(builtins, name, None)
+    if home != "builtins" or not isinstance(kind, type):
+        raise CrossingError(f"{home}.{name} cannot cross")
+    return kind
 
 
 def _make_array(kind: str, shape: list[int], data: str) -> Any:
@@ -373,6 +388,19 @@ def _make_array(kind: str, shape: list[int], data: str) -> Any:
 
     array = np.frombuffer(bytes.fromhex(data), np.dtype(kind)).reshape(shape)
     return array.copy() if shape else array[()]
+
+
+#: Tag of a value without parts of its own → what makes it from its data.
+_SCALARS: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "complex": lambda real, imaginary: complex(float(real), float(imaginary)),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "constant": {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}.__getitem__,
+    "text": _read_text,
+    "array": _make_array,
+    "from": _read_builtin,
+}
 
 
 def _import(name: str) -> Any:

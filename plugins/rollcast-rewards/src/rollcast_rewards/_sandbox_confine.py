@@ -3,6 +3,9 @@
 :func:`enter_namespaces` is called once by the server, :func:`confine` once by the process of each program.
 """
 
+# Paths are texts of several roots here, and the server starts sooner without pathlib.
+# ruff: noqa: PTH
+
 from __future__ import annotations
 
 import ctypes
@@ -148,8 +151,8 @@ def _show(path: str) -> None:
     wanted = ctypes.create_string_buffer(struct.pack("4Q", _READ_ONLY | _NO_SUID, 0, 0, 0))
     if LIBC.syscall(442, -100, path.encode(), 0x8000, wanted, 32) == 0 or path in _DEVICES:
         return
-    kept = os.statvfs(path).f_flag
-    flags = kept & (_NO_DEVICES | _NO_EXEC | 1024 | 2048) | (1 << 21 if kept & 4096 else 0)
+    present = os.statvfs(path).f_flag
+    flags = present & (_NO_DEVICES | _NO_EXEC | 1024 | 2048) | (1 << 21 if present & 4096 else 0)
     _mount(None, path, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | flags)
 
 
@@ -256,8 +259,8 @@ def _leave_root(user: int) -> bool:
         os.setresuid(user, user, user)
     LIBC.prctl(_AMBIENT, _AMBIENT_CLEAR, 0, 0, 0)
     header = ctypes.create_string_buffer(struct.pack("II", _CAPABILITY_VERSION, 0))
-    kept = ctypes.create_string_buffer(struct.pack("6I", keeps, keeps, 0, 0, 0, 0))
-    _check(LIBC.capset(header, kept), "drop all capabilities")
+    sets = ctypes.create_string_buffer(struct.pack("6I", keeps, keeps, 0, 0, 0, 0))
+    _check(LIBC.capset(header, sets), "drop all capabilities")
     return keeps != 0
 
 
@@ -278,9 +281,8 @@ def _restrict_files(readable: Iterable[str], folder: str) -> int:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
-        if not os.path.isdir(path):
-            allowed &= of_files
-        LIBC.syscall(445, rules, 1, struct.pack("=Qi", allowed & rights, place), 0)
+        applicable = rights if os.path.isdir(path) else of_files
+        LIBC.syscall(445, rules, 1, struct.pack("=Qi", allowed & applicable, place), 0)
         os.close(place)
     restricted = LIBC.syscall(446, rules, 0) == 0
     os.close(rules)

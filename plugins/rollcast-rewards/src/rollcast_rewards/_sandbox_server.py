@@ -9,6 +9,9 @@ On the control socket, the program's process reports the isolation or an error, 
 process is killed at its time limit and when the other end of the control socket is closed.
 """
 
+# The server starts sooner without pathlib, and the program's streams stay open.
+# ruff: noqa: PTH, SIM115
+
 from __future__ import annotations
 
 import json
@@ -23,9 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import _sandbox_channel as channel
-import _sandbox_confine as confinement
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from rollcast_rewards import _sandbox_channel as channel
+from rollcast_rewards import _sandbox_confine as confinement
 
 del sys.path[0]
 
@@ -63,30 +66,22 @@ def serve(settings: dict[str, Any]) -> _Job | None:
     running: dict[int, _Started] = {}
     number = 0
     while True:
-        now = time.monotonic()
-        for pid, program in running.items():
-            if program.in_time and program.deadline <= now:
-                program.in_time = False
-                _kill(pid)
-        waits = [program.deadline - now for program in running.values() if program.in_time]
-        for key, _ in selector.select(max(min(waits), 0.0) if waits else None):
+        for key, _ in selector.select(_end_late(running)):
             if key.data is not None:  # the caller has closed the control socket
-                if key.data in running:  # else it was reaped in this round
-                    selector.unregister(key.fileobj)
-                    _kill(key.data)
+                selector.unregister(key.fileobj)
+                _kill(key.data)
             elif key.fileobj == reading:
                 os.read(reading, 4096)
                 _reap(running, selector)
             else:
-                data, descriptors, _, _ = socket.recv_fds(server, 1 << 16, _DESCRIPTORS)
-                if not data:
+                number = (number + 1) % 256
+                job = _receive(server, number)
+                if job is None:
                     for pid in running:
                         _kill(pid)
                     return None
-                number = (number + 1) % 256
-                job = _Job(json.loads(data), socket.socket(fileno=descriptors[0]), descriptors[1:], number)
-                pid = _start(job, settings)
-                if pid == 0:
+                child = _start(job, settings)
+                if child == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     # Nothing may close a descriptor later, when its number belongs to the program.
@@ -94,21 +89,45 @@ def serve(settings: dict[str, Any]) -> _Job | None:
                     for control in (server, *(program.control for program in running.values())):
                         control.close()
                     return job
-                for descriptor in job.descriptors:
-                    os.close(descriptor)
-                if pid is not None:
-                    running[pid] = _Started(job.control, time.monotonic() + job.settings["time_s"])
-                    selector.register(job.control, selectors.EVENT_READ, pid)
+                if child is not None:
+                    running[child] = _Started(job.control, time.monotonic() + job.settings["time_s"])
+                    selector.register(job.control, selectors.EVENT_READ, child)
+
+
+def _end_late(running: dict[int, _Started]) -> float | None:
+    """Kill programs whose time is over; return the seconds until the next deadline, None if there is none."""
+    now = time.monotonic()
+    waits = []
+    for pid, program in running.items():
+        if program.in_time and program.deadline <= now:
+            program.in_time = False
+            _kill(pid)
+        elif program.in_time:
+            waits.append(program.deadline - now)
+    return min(waits, default=None)
+
+
+def _receive(server: socket.socket, number: int) -> _Job | None:
+    """Return the next job; None if the caller has closed the socket."""
+    data, descriptors, _, _ = socket.recv_fds(server, 1 << 16, _DESCRIPTORS)
+    if not data:
+        return None
+    return _Job(json.loads(data), socket.socket(fileno=descriptors[0]), descriptors[1:], number)
 
 
 def _start(job: _Job, settings: dict[str, Any]) -> int | None:
-    """Fork; return the process id, 0 in the child, or None if it failed."""
+    """Fork; return the process id, 0 in the child, or None if it failed. The child alone keeps the descriptors."""
+    child: int | None
     try:
-        return confinement.clone(settings["namespaces"])
+        child = confinement.clone(settings["namespaces"])
     except OSError as error:
         _send(job.control, {"error": str(error)})
         job.control.close()
-        return None
+        child = None
+    if child != 0:
+        for descriptor in job.descriptors:
+            os.close(descriptor)
+    return child
 
 
 def _reap(running: dict[int, _Started], selector: selectors.BaseSelector) -> None:

@@ -7,8 +7,8 @@ The ground truth is one of:
 - ``{"test": code, "entry_point": name}``, as HumanEval has it: ``check(name)`` is called if the code defines ``check``;
 - ``{"inputs": [...], "outputs": [...]}``: the program gets each input on standard input and has to print
   the output that goes with it (white space at the ends of lines and of the text aside);
-- the same with ``"fn_name": name``: the function, or the method of a class ``Solution``, is called. An input is a list of
-  arguments, or a text with the JSON of one argument a line; an output is a value, or its JSON for such a text.
+- the same with ``"fn_name": name``: the function, or the method of a class ``Solution``, is called. An input is a list
+  of arguments, or a text with the JSON of one argument a line; an output is a value, or its JSON for such a text.
 
 A mapping or list may also come as JSON text, as it does from Parquet files. Tests and program run in two processes,
 see :mod:`rollcast_rewards._sandbox_channel`.
@@ -124,7 +124,7 @@ def _read_tests(truth: Any) -> list[_Test]:
             pairs = zip(inputs, outputs, strict=True)
             if truth.get("fn_name"):
                 return [_read_call(str(truth["fn_name"]), *pair) for pair in pairs]
-            return [_Test(stdin=str(given), stdout=str(wanted)) for given, wanted in pairs]
+            return [_Test(stdin=str(stdin), stdout=str(stdout)) for stdin, stdout in pairs]
     codes = [truth] if isinstance(truth, str) else _as_list(truth)
     if codes and all(isinstance(code, str) and code.strip() for code in codes):
         return [_Test({"code": code, "entry_point": None}) for code in codes]
@@ -135,15 +135,19 @@ def _read_tests(truth: Any) -> list[_Test]:
     )
 
 
-def _read_call(name: str, given: Any, wanted: Any) -> _Test:
+def _read_call(name: str, call_input: Any, output: Any) -> _Test:
     """Return the test of one call, of whose expected values one has to be returned."""
     try:
-        arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else _as_list(given)
-        expected = [json.loads(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted]
+        arguments = (
+            [json.loads(line) for line in call_input.split("\n")]
+            if isinstance(call_input, str)
+            else _as_list(call_input)
+        )
+        expected = [json.loads(output) if isinstance(call_input, str) and isinstance(output, str) else output]
     except ValueError as error:
-        raise RewardError(f"code needs JSON in the tests of the function {name}; {given!r}"[:200]) from error
-    if not isinstance(given, str) and isinstance(wanted, list) and len(wanted) == 1:
-        expected.append(wanted[0])  # some data sets wrap the value in a list
+        raise RewardError(f"code needs JSON in the tests of the function {name}; {call_input!r}"[:200]) from error
+    if not isinstance(call_input, str) and isinstance(output, list) and len(output) == 1:
+        expected.append(output[0])  # some data sets wrap the value in a list
     return _Test({"fn_name": name, "arguments": arguments, "expected": expected})
 
 

@@ -25,14 +25,14 @@ class SandboxCheck(BaseHealthCheck):
             *setup.get("agent.tools.python.allow_missing", []),
         }
         try:
-            found = isolation()
+            held_kinds = isolation()
         except OSError as error:
             yield (problem if needs else warning)("start", str(error), _MEND)
             return
         name, refused = mechanism()
         others = "".join(f"; not {other}: {why}" for other, why in refused.items())
         yield ok("mechanism", f"{name}{others}")
-        for kind, held in found.items():
+        for kind, held in held_kinds.items():
             if held:
                 yield ok(kind, f"a program {KINDS[kind]}")
             elif needs and kind in PROMISED and kind not in allowed:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,9 @@ __all__ = [
     "run_sandboxed",
     "run_tests",
 ]
+
+#: ``tests`` and ``solution`` are the two ends of a channel.
+Role = Literal["script", "tests", "solution"]
 
 _SERVER = Path(__file__).with_name("_sandbox_server.py")
 _START_S = 120.0
@@ -170,7 +174,7 @@ def _readable() -> list[str]:
     library = str(Path(os.__file__).parent)
     own = [str(Path(prefix) / "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]
     paths = dict.fromkeys([*_SYSTEM, *own, library, *packages])
-    return [path for path in paths if os.path.exists(path)]
+    return [path for path in paths if Path(path).exists()]
 
 
 def _bubblewrap_command(program: str) -> list[str]:
@@ -196,23 +200,23 @@ class Execution:
         Raises:
             OSError: the process could not be started or limited; the program has not run.
         """
-        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         self._control.settimeout(self._limits.time_s + _GRACE_S)
-        while "code" not in found:
+        while "code" not in report:
             try:
                 data = self._control.recv(1 << 16)
             except ConnectionResetError:
                 data = b""
             if not data:
                 raise OSError(f"the sandbox has ended: {self._server.complaint()}")
-            found |= json.loads(data)
-            if "error" in found:
-                raise OSError(f"the sandbox could not be set up: {found['error']}")
+            report |= json.loads(data)
+            if "error" in report:
+                raise OSError(f"the sandbox could not be set up: {report['error']}")
         stdout, stderr = (self._read(name) for name in ("stdout", "stderr"))
-        if "isolation" not in found:
+        if "isolation" not in report:
             raise OSError(f"the sandbox could not be set up: the process ended before; {stderr.strip()[-500:]}")
-        status = _status(found["code"], found["in_time"], stdout, stderr, self._limits)
-        return SandboxResult(status, stdout, stderr, found["isolation"], found.get("passed", False))
+        status = _status(report["code"], report["in_time"], stdout, stderr, self._limits)
+        return SandboxResult(status, stdout, stderr, report["isolation"], report.get("passed", False))
 
     def _read(self, name: str) -> str:
         return os.pread(self._files[name].fileno(), self._limits.output_kb << 10, 0).decode("utf-8", "replace")
@@ -295,7 +299,7 @@ class LocalSandbox:
         stdin: str = "",
         limits: SandboxLimits | None = None,
         *,
-        role: Literal["script", "tests", "solution"] = "script",
+        role: Role = "script",
         channel: int | None = None,
         allow_missing: Collection[str] = (),
     ) -> Execution:
@@ -305,7 +309,7 @@ class LocalSandbox:
             program: text of the program; for ``tests``, JSON text as ``_sandbox_channel.run_tests`` takes it.
             stdin: standard input.
             limits: limits; None for the default ones.
-            role: ``tests`` and ``solution`` are the two ends of a channel.
+            role: see :data:`Role`.
             channel: descriptor of the channel.
             allow_missing: promised kinds of isolation without which the program may run.
 
@@ -319,8 +323,8 @@ class LocalSandbox:
             raise ConfigError(
                 f"this machine cannot isolate programs: {_explain(lacking)}. Mechanisms: {_refusals(self.refused)}. "
                 f"Permit user namespaces, install bubblewrap or use Linux 5.13 with Landlock; or, if other means "
-                f"protect this machine, set allow_missing=[{', '.join(lacking)}] among the options (reward.reward_kwargs "
-                "of the reward code, those of the tool python)"
+                f"protect this machine, set allow_missing=[{', '.join(lacking)}] among the options (reward code: "
+                "reward.reward_kwargs; tool python: agent.tools.python)"
             )
         server = self._server
         if self._bubblewrap is not None:
@@ -380,8 +384,6 @@ def _remove(folder: str) -> None:
 
 
 def _status(code: int, in_time: bool, stdout: str, stderr: str, limits: SandboxLimits) -> str:
-    import signal
-
     if not in_time:
         return "time"
     if code == 0:
@@ -436,13 +438,17 @@ def run_tests(
         ConfigError, OSError: see :func:`run_sandboxed`.
     """
     ours, theirs = socket.socketpair()
+    ends: tuple[tuple[str, Role, socket.socket], ...] = (
+        (program, "solution", ours),
+        (json.dumps(test), "tests", theirs),
+    )
     with ExitStack() as stack:
         with ours, theirs:
-            solution, tests = (
+            _, tests = (
                 stack.enter_context(
                     _LOCAL.exec(text, "", limits, role=role, channel=end.fileno(), allow_missing=allow_missing)
                 )
-                for text, role, end in ((program, "solution", ours), (json.dumps(test), "tests", theirs))
+                for text, role, end in ends
             )
         return tests.wait()
 
