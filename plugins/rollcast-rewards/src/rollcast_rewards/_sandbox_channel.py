@@ -269,6 +269,7 @@ class _Channel:
         return self._export(value)
 
     def _encode_container(self, value: Any) -> Any:
+        part: Any
         for name, mapping in reversed(_MAPPINGS.items()):
             if isinstance(value, mapping):
                 return [name, [[self.encode(key), self.encode(part)] for key, part in value.items()]]

@@ -10,7 +10,7 @@ process is killed at its time limit and when the other end of the control socket
 """
 
 # The server starts sooner without pathlib, and the program's streams stay open.
-# ruff: noqa: PTH, SIM115
+# ruff: noqa: PTH100, PTH120, SIM115
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def serve(settings: dict[str, Any]) -> _Job | None:
     while True:
         for key, _ in selector.select(_end_late(running)):
             if key.data is not None:  # the caller has closed the control socket
-                selector.unregister(key.fileobj)
-                _kill(key.data)
+                _abandon(key, running, selector)
             elif key.fileobj == reading:
                 os.read(reading, 4096)
                 _reap(running, selector)
@@ -92,6 +91,13 @@ def serve(settings: dict[str, Any]) -> _Job | None:
                 if child is not None:
                     running[child] = _Started(job.control, time.monotonic() + job.settings["time_s"])
                     selector.register(job.control, selectors.EVENT_READ, child)
+
+
+def _abandon(key: selectors.SelectorKey, running: dict[int, _Started], selector: selectors.BaseSelector) -> None:
+    """Kill a program whose caller has left, unless it was reaped a moment ago."""
+    if key.data in running:
+        selector.unregister(key.fileobj)
+        _kill(key.data)
 
 
 def _end_late(running: dict[int, _Started]) -> float | None:
