@@ -79,7 +79,7 @@ class CrossingError(TypeError):
 
 
 class Remote:
-    """An object of the other process: what is read and called here happens there."""
+    """A reference to an object of the other process, which performs calls and reads there."""
 
     __slots__ = ("__weakref__", "_channel", "_number")
 
@@ -269,10 +269,9 @@ class _Channel:
         return self._export(value)
 
     def _encode_container(self, value: Any) -> Any:
-        part: Any
         for name, mapping in reversed(_MAPPINGS.items()):
             if isinstance(value, mapping):
-                return [name, [[self.encode(key), self.encode(part)] for key, part in value.items()]]
+                return [name, [[self.encode(key), self.encode(item)] for key, item in value.items()]]
         for name in ("list", "tuple", "set", "frozenset", "deque"):
             if isinstance(value, _SEQUENCES[name]):
                 return [name, [self.encode(part) for part in value]]

@@ -100,7 +100,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def enter_namespaces(readable: Sequence[str]) -> None:
-    """Give this process file systems, IPC objects and a network of its own.
+    """Move this process to file systems, IPC objects and a network of its own.
 
     Args:
         readable: folders and files of the host that stay visible, read-only.
@@ -236,7 +236,7 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def _leave_root(user: int) -> bool:
-    """Give up root and all capabilities; return True if the process keeps a privilege.
+    """Drop root and all capabilities; return True if the process keeps a privilege.
 
     If only root can read the standard library, the capability to read all files is kept, and no other.
     """

@@ -1,4 +1,4 @@
-"""Health check of the sandbox: what this machine isolates of a program that a model wrote."""
+"""Health check of the sandbox, with each kind of isolation that this machine has."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class _Server:
     """A process that starts programs; see ``_sandbox_server.py``.
 
     Args:
-        namespaces: True to give programs namespaces of their own.
+        namespaces: True to run programs in namespaces of their own.
         bubblewrap: path of ``bwrap``, which runs the server in namespaces; None for none.
 
     Raises:
@@ -233,7 +233,7 @@ class Execution:
 class LocalSandbox:
     """Programs on this machine, confined by the kernel.
 
-    Of three mechanisms, the first that works is used: ``namespaces`` (with root's right, or in a user namespace),
+    The first of three mechanisms that works is used: ``namespaces`` (with root's right, or in a user namespace),
     ``bubblewrap`` (where only this program may make namespaces), and ``process`` (without namespaces). Landlock, a
     filter of system calls and limits are added to each.
 
