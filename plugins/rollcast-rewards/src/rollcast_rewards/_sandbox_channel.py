@@ -276,7 +276,7 @@ class _Channel:
             if isinstance(value, _SEQUENCES[name]):
                 return [name, [self.encode(part) for part in value]]
         if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
-            return ["list", [self.encode(part) for part in value]]
+            return ["list", list(map(self.encode, value))]
         return None
 
     def _encode_special(self, value: Any) -> Any:
