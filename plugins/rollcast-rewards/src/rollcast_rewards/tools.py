@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rollcast.contracts.renderer import ToolSchema
 from rollcast.contracts.reward import RewardSample
 from rollcast.contracts.tool import BaseTool, ToolResult
 from rollcast_rewards.rules import gsm8k
-from rollcast_rewards.sandbox import SandboxLimits, run_sandboxed
+from rollcast_rewards.sandbox import SandboxLimits, check_allowed, run_sandboxed
 
 __all__ = ["Gsm8kTool", "PythonTool"]
 
@@ -86,13 +86,22 @@ class PythonTool(BaseTool):
 
     Args:
         time_s, cpu_s, memory_mb, output_kb: limits of a program, see :class:`SandboxLimits`.
+        allow_missing: promised kinds of isolation without which programs may run on this machine.
 
     Raises:
-        ConfigError: a limit is not positive.
+        ConfigError: a limit is not positive, or a kind of isolation is unknown.
     """
 
-    def __init__(self, time_s: float = 10.0, cpu_s: float = 10.0, memory_mb: int = 512, output_kb: int = 64) -> None:
+    def __init__(
+        self,
+        time_s: float = 10.0,
+        cpu_s: float = 10.0,
+        memory_mb: int = 512,
+        output_kb: int = 64,
+        allow_missing: Collection[str] = (),
+    ) -> None:
         self._limits = SandboxLimits(time_s, cpu_s, memory_mb, output_kb)
+        self._allow_missing = check_allowed(allow_missing, "agent.tools.python.allow_missing")
 
     @property
     def schema(self) -> ToolSchema:
@@ -102,7 +111,7 @@ class PythonTool(BaseTool):
         code = arguments.get("code")
         if set(arguments) != {"code"} or not isinstance(code, str):
             return ToolResult("python takes one argument, code, a text.", is_error=True)
-        result = await asyncio.to_thread(run_sandboxed, code, "", self._limits)
+        result = await asyncio.to_thread(run_sandboxed, code, "", self._limits, self._allow_missing)
         if result.status == "ok":
             return ToolResult(result.stdout)
         said = "\n".join(filter(None, (result.stdout.strip(), result.stderr.strip())))
