@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from rollcast import build_section
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import ConfigError
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import check_sampling, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedRole
+from rollcast_serving.shapes import ReplicaShape, check_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,9 +71,7 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     capabilities = rollout_class.capabilities
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     check_quantization(built, rollout_class, _SECTION)
-    if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
-        size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
-        raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; remove the key")
+    check_shape(ReplicaShape.of(built), capabilities, str(name), _SECTION)
     return ServedRole(JUDGE, _SECTION, built, rollout_class)
 
 

@@ -44,6 +44,7 @@ from rollcast_serving.requests import check_sampling, configured_sampling
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
+from rollcast_serving.shapes import ReplicaShape
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
@@ -115,8 +116,9 @@ class TaskRunner:
         self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
         rollout_pool = self.pools.get_resource_pool(Role.ROLLOUT)
         own_pool, processes = self.has_own_pool(Role.ROLLOUT), rollout_pool.process_on_nodes
-        check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
+        on_devices = rollout_pool.use_gpu
+        check_places(choice, not self.uses_replicas, own_pool, processes, on_devices, rollout.multi_node)
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
         if self.replay_of is not None:
             self._leave_out_replicas()
@@ -154,10 +156,9 @@ class TaskRunner:
 
     def _choice(self) -> Choice:
         rollout = self.rollout
-        size = rollout.tensor_model_parallel_size
         trains_adapter = self.model.trains_adapter
         names = (self.engine.name, rollout.name, rollout.mode, rollout.weight_sync)
-        return Choice(*names, size, trains_adapter, rollout.update_in_flight)
+        return Choice(*names, ReplicaShape.of(rollout), trains_adapter, rollout.update_in_flight)
 
     def section(self, path: str, schema: type) -> Any:
         """Return a section of the config as an instance of its dataclass.
