@@ -16,6 +16,7 @@ from rollcast import build_section
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
 from rollcast.errors import ConfigError
+from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replicas import Replicas
@@ -72,6 +73,7 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     check_quantization(built, rollout_class, _SECTION)
     check_shape(ReplicaShape.of(built), capabilities, str(name), _SECTION)
+    check_device_arguments(built, _SECTION)
     return ServedRole(JUDGE, _SECTION, built, rollout_class)
 
 

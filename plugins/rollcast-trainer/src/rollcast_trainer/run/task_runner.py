@@ -36,6 +36,7 @@ from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
+from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_quantization, check_world_sizes
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
@@ -109,6 +110,7 @@ class TaskRunner:
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         check_quantization(self.rollout, self.rollout_class)
+        check_device_arguments(self.rollout)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
             check_sampling(key, configured_sampling(self.rollout, 1, validation), self.rollout_class.capabilities)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
