@@ -194,7 +194,7 @@ def test_the_dashboard_of_an_embedded_ray(installed: bool, monkeypatch: pytest.M
     monkeypatch.setattr(embedded, "started_processes", dict)
     monkeypatch.setattr(embedded.atexit, "register", lambda function: None)
     if not installed:
-        with pytest.raises(ResourceError, match=r"runtime.include_dashboard is true, .* ray\[default\]"):
+        with pytest.raises(ResourceError, match=r"runtime.include_dashboard is true, .*ray\[default\]"):
             embedded.EmbeddedRay().start(1, 1 << 20, False, True)
         return
     embedded.EmbeddedRay().start(1, 1 << 20, False, True)

@@ -348,7 +348,8 @@ def _replicas(trainer: LoopTrainer) -> list[Fact]:
     shape = ReplicaShape.of(task.rollout)
     nodes = split_nodes(shape.size, task.pools.get_resource_pool(Role.ROLLOUT).process_on_nodes)
     sizes = {key: size for key, size in shape.keys().items() if size > 1}
-    value = {"count": len(nodes), "devices": shape.size, "nodes": max(map(len, nodes)), "sizes": sizes}
+    widest = max(map(len, nodes))
+    value = {"count": len(nodes), "devices": shape.size, "nodes": widest, "sizes": sizes}
     how = ", ".join(f"rollout.{key}={size}" for key, size in sizes.items())
-    places = f"{_count(shape.size, 'device')} on {_count(value['nodes'], 'node')}"
+    places = f"{_count(shape.size, 'device')} on {_count(widest, 'node')}"
     return [Fact("replicas", value, f"{_count(len(nodes), 'replica')} of {places}{f' ({how})' if how else ''}")]
