@@ -169,7 +169,9 @@ def test_engine_kwargs_are_checked_by_name() -> None:
         join(max_seq_len=4)
     with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.tp: set rollout\.tensor_size instead"):
         join(tp=2)
-    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.nnodes cannot be set: rollcast chooses its value"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_kwargs\.nnodes cannot be set: rollcast depends on its value"
+    ):
         join(nnodes=2)
     with pytest.raises(ConfigError, match=r"engine_kwargs\.quiet cannot be set"):
         join(quiet=False)

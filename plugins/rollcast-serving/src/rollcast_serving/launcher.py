@@ -105,7 +105,7 @@ class ReplicaProcess:
         node: address of this node.
         generation: number of earlier starts.
         place: this node's place in the replica's engine.
-        meeting: where the processes of a replica that spans nodes meet; None for a replica on one node.
+        meeting: meeting of the processes of a replica that spans nodes; None for a replica on one node.
         listener: socket of the meeting's lifeline, on the replica's first node; closed here.
 
     Raises:

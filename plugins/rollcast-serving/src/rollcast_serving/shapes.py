@@ -48,7 +48,7 @@ class ReplicaShape:
         }
 
     def describe(self, section: str) -> str:
-        """Return a clause with the keys that give the number of devices, and that number."""
+        """Return a clause with the number of devices and the keys that determine it."""
         sizes = {key: size for key, size in self.keys().items() if size > 1 and key != "expert_parallel_size"}
         if len(sizes) < 2:
             key, size = next(iter(sizes.items()), ("tensor_model_parallel_size", 1))

@@ -71,7 +71,7 @@ def check_device_arguments(config: Any, section: str = "rollout") -> None:
 
 
 def _instead(name: str, section: str = "rollout") -> str:
-    return f": set {section}.{name} instead" if name else " cannot be set: rollcast chooses its value"
+    return f": set {section}.{name} instead" if name else " cannot be set: rollcast depends on its value"
 
 
 def starts_without_weights(setup: RolloutSetup) -> bool:
