@@ -176,6 +176,19 @@ def test_a_run_that_does_not_fit_says_which_phase_and_what_would_help(folders: d
         ("gsm8k_qwen2_5_32b_64gpu_fsdp", "32B", ["actor.engine.fsdp_size=48"], "fsdp_size is 48"),
         ("gsm8k_qwen2_5_7b_8gpu", "7B", ["rollout.tensor_model_parallel_size=8"], "28 attention heads"),
         ("gsm8k_qwen2_5_32b_64gpu", "32B", ["rollout.gpu_memory_utilization=0.1"], "a replica's weights take 15.3 GiB"),
+        ("gsm8k_qwen2_5_32b_64gpu", "32B", ["rollout.pipeline_model_parallel_size=3"], "which does not divide the 64"),
+        (
+            "gsm8k_qwen2_5_32b_64gpu",
+            "32B",
+            ["rollout=sglang", "rollout.pipeline_model_parallel_size=2"],
+            "rollout 'sglang' has no pipeline parallelism (rollout.pipeline_model_parallel_size)",
+        ),
+        (
+            "gsm8k_qwen2_5_32b_64gpu",
+            "32B",
+            ["+rollout.engine_kwargs.pipeline_parallel_size=2"],
+            "rollout.engine_kwargs.pipeline_parallel_size: set rollout.pipeline_model_parallel_size instead",
+        ),
     ],
 )
 def test_splits_that_cannot_be_are_refused(
@@ -184,3 +197,19 @@ def test_splits_that_cannot_be_are_refused(
     result = plan(recipe, folders[size], *changes)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr.replace("\n", " ")
+
+
+def test_replicas_that_span_nodes(folders: dict[str, Path]) -> None:
+    """Two stages of eight devices halve the weights on each device, and take two nodes."""
+    sizes = ["rollout.tensor_model_parallel_size=8"]
+    found = []
+    for stages in (1, 2):
+        changes = [*sizes, f"rollout.pipeline_model_parallel_size={stages}"]
+        found.append(json.loads(plan("gsm8k_qwen2_5_32b_64gpu", folders["32B"], *changes, gib=80).stdout))
+    one, two = [each["roles"]["replicas"] for each in found]
+    assert (one["count"], one["devices"], one["nodes"]) == (8, 8, 1)
+    assert (two["count"], two["devices"], two["nodes"]) == (4, 16, 2)
+    assert two["sizes"] == {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2}
+    weights = [each["memory"]["pools"]["global_pool"]["items"]["rollout: weights"] for each in found]
+    # The first stage has the embedding, and the last the head, which is as large.
+    assert weights[1] == pytest.approx(weights[0] / 2, rel=1e-3)

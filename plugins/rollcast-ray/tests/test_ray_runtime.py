@@ -9,6 +9,8 @@ import pathlib
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -166,14 +168,39 @@ def test_it_is_built_from_its_section(monkeypatch) -> None:
         log_to_driver=True,
         runtime_env={"env_vars": {"A": "1", "B": "1"}},
         stop_grace_s=0.5,
+        include_dashboard=True,
     )
     runtime = RayRuntime.from_config(settings, processes=10_000)
+    assert runtime._include_dashboard
     assert (runtime._address, runtime._num_cpus, runtime._object_store_memory) == ("here:1", 10_000, 7)
     assert runtime._stop_grace_s == 0.5
     assert RayRuntime.from_config(RayRuntimeConfig(num_cpus=3), processes=10_000)._num_cpus == 3
     spec = LaunchSpec("g", {}, runtime_env={"env_vars": {"B": "2"}, "working_dir": "w"})
     found = runtime._with_own_environment(spec).runtime_env
     assert found == {"env_vars": {"A": "1", "B": "2"}, "working_dir": "w"}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_dashboard_of_an_embedded_ray(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens on the loopback address, and is refused by its key where it is not installed."""
+    started: dict[str, Any] = {}
+
+    def init(**options: Any) -> Any:
+        started.update(options)
+        return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(embedded.ray, "init", init)
+    monkeypatch.setattr(embedded, "started_processes", dict)
+    monkeypatch.setattr(embedded.atexit, "register", lambda function: None)
+    if not installed:
+        with pytest.raises(ResourceError, match=r"runtime.include_dashboard is true, .*ray\[default\]"):
+            embedded.EmbeddedRay().start(1, 1 << 20, False, True)
+        return
+    embedded.EmbeddedRay().start(1, 1 << 20, False, True)
+    assert (started["include_dashboard"], started["dashboard_host"]) == (True, "127.0.0.1")
+    embedded.EmbeddedRay().start(1, 1 << 20, False)
+    assert started["include_dashboard"] is False
 
 
 def test_processes_start_in_the_runtime_environment(monkeypatch) -> None:

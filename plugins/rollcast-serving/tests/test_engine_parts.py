@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -19,9 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcast.contracts.device import devices
+from rollcast.contracts.rollout import EngineNode
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import ConfigError, RolloutError, WeightSyncError
 from rollcast_serving.bucket_memory import BucketMemory, SharedBucket
+from rollcast_serving.engines import arguments
 from rollcast_serving.engines.arguments import bind_threads, join_arguments, limit_positions
 from rollcast_serving.engines.http_client import EngineClient, RefusedError
 from rollcast_serving.engines.server_process import ServerProcess
@@ -82,12 +86,12 @@ class Remote:
 
 def test_only_buckets_of_another_process_are_pickled() -> None:
     remote = Remote(["a"])
-    assert dump_remote(remote, lambda: pickle.dumps(remote)) is not None
+    assert dump_remote(remote, lambda: pickle.dumps(remote), EngineNode()) is not None
     held = [[("a", torch.zeros(1))]]
-    assert dump_remote(held, lambda: pickle.dumps(held)) is None
-    assert dump_remote(iter(held), lambda: pickle.dumps(held)) is None
+    assert dump_remote(held, lambda: pickle.dumps(held), EngineNode()) is None
+    assert dump_remote(iter(held), lambda: pickle.dumps(held), EngineNode()) is None
     unpicklable = Remote(["a"], broken=lambda: None)
-    assert dump_remote(unpicklable, lambda: pickle.dumps(unpicklable)) is None
+    assert dump_remote(unpicklable, lambda: pickle.dumps(unpicklable), EngineNode()) is None
 
 
 def test_buckets_are_shared_one_by_one_and_a_failing_source_is_named() -> None:
@@ -99,7 +103,7 @@ def test_buckets_are_shared_one_by_one_and_a_failing_source_is_named() -> None:
     seen: list[str] = []
 
     async def main() -> None:
-        async with aclosing(share_buckets(source())) as shared:
+        async with aclosing(share_buckets(source(), EngineNode())) as shared:
             async for bucket in shared:
                 ((name, _),) = next(iter(bucket))
                 seen.append(name)
@@ -147,7 +151,9 @@ def test_a_failed_update_forbids_generating_until_the_next_one() -> None:
 
 
 def test_engine_kwargs_are_checked_by_name() -> None:
-    config = SimpleNamespace(engine_kwargs={"chunk_prefill": 1}, max_model_len=5)
+    config = SimpleNamespace(
+        engine_kwargs={"chunk_prefill": 1}, max_model_len=5, device_arguments={"tp": "tensor_size", "nnodes": ""}
+    )
 
     def join(**kwargs: Any) -> dict[str, Any]:
         config.engine_kwargs = kwargs
@@ -161,6 +167,12 @@ def test_engine_kwargs_are_checked_by_name() -> None:
         join(chunk_siz=4)
     with pytest.raises(ConfigError, match=r"engine_kwargs\.max_seq_len: set rollout\.max_model_len instead"):
         join(max_seq_len=4)
+    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.tp: set rollout\.tensor_size instead"):
+        join(tp=2)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_kwargs\.nnodes cannot be set: rollcast depends on its value"
+    ):
+        join(nnodes=2)
     with pytest.raises(ConfigError, match=r"engine_kwargs\.quiet cannot be set"):
         join(quiet=False)
 
@@ -258,3 +270,36 @@ def test_a_server_that_does_not_start_says_why(start: Server) -> None:
     _, client = start(refuse_to_start=True)
     with pytest.raises(RolloutError, match=r"(?s)Engine's server did not start.*no such attention backend"):
         asyncio.run(client.wait_ready(60))
+
+
+@pytest.mark.parametrize("name", ["npu", "xpu", "cpu"])
+def test_an_engine_runs_on_any_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = devices.get(name)
+    monkeypatch.setattr(arguments, "current_device", lambda: kind)
+    assert arguments.has_gpu() == (name != "cpu")
+
+
+def test_buckets_for_the_processes_of_other_nodes() -> None:
+    """They are fetched over the network by a token, each reader the whole bucket, and the memory is reused."""
+    node = EngineNode(0, 2, "127.0.0.1", "127.0.0.1", 1)
+    sent = [[("a", torch.randn(3, 5)), ("b", torch.arange(7, dtype=torch.bfloat16))], [("c", torch.randn(40_000))]]
+    assert dump_remote(SimpleNamespace(), lambda: "read it here", EngineNode()) == "read it here"
+    assert dump_remote(SimpleNamespace(), lambda: "read it here", node) is None
+
+    async def fetch() -> None:
+        number = 0
+        async with aclosing(share_buckets(iter(sent), node)) as shared:
+            async for bucket in shared:
+                copies = [pickle.loads(pickle.dumps(bucket)) for _ in range(2)]
+                for copy in copies:
+                    (fetched,) = await asyncio.to_thread(list, copy)
+                    assert [name for name, _ in fetched] == [name for name, _ in sent[number]]
+                    assert all(
+                        torch.equal(one, other[1]) for (_, one), other in zip(fetched, sent[number], strict=True)
+                    )
+                stranger = dataclasses.replace(copies[0], token="0" * len(copies[0].token))
+                with pytest.raises(WeightSyncError, match="closed the connection"):
+                    await asyncio.to_thread(list, stranger)
+                number += 1
+
+    asyncio.run(fetch())

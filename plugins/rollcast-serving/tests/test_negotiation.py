@@ -15,6 +15,7 @@ from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
+from rollcast_serving.shapes import ReplicaShape, check_spans, split_nodes
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.worker import ReplicaWorker
 
@@ -48,10 +49,22 @@ EVERYWHERE = {"modes": frozenset(RolloutMode)}
         ({}, {"in_process_module": True}, EVERYWHERE, r"with which rollout 'r' cannot generate; .*sync=shared_memory"),
         ({}, {}, {**EVERYWHERE, "in_process": True}, r"engine 'e' has none that can generate; .*shared_memory"),
         (
-            {"tensor_parallel": 2, "weight_sync": "disk"},
+            {"shape": ReplicaShape(2), "weight_sync": "disk"},
             {},
             EVERYWHERE,
             r"no tensor parallelism \(rollout.tensor_model_parallel_size\); this would work: .*sync=disk",
+        ),
+        (
+            {"shape": ReplicaShape(2, pipeline=2), "weight_sync": "disk"},
+            {},
+            {**EVERYWHERE, "tensor_parallel": True},
+            r"no pipeline parallelism \(rollout.pipeline_model_parallel_size\); this would work: .*sync=disk",
+        ),
+        (
+            {"shape": ReplicaShape(data=2)},
+            {"in_process_module": True},
+            {**EVERYWHERE, "in_process": True},
+            r"process has no rollout.data_parallel_size of its own; this would work: .*sync=in_process",
         ),
         (
             {"mode": "colocated", "weight_sync": "shared_memory", "update_in_flight": "interrupt"},
@@ -108,21 +121,67 @@ def test_what_is_no_combination() -> None:
         ("standalone", False, False, [2], 1, "needs a pool of its own"),
         ("colocated", False, True, [2], 1, "rollout.mode=standalone, not colocated"),
         ("colocated", False, False, [3], 2, "does not divide the 3 processes"),
-        (
-            "colocated",
-            False,
-            False,
-            [8, 8],
-            16,
-            r"\[8, 8\] processes on its nodes, so a replica would span.*: 1, 2, 4, 8$",
-        ),
-        ("colocated", False, False, [3, 3], 2, r"tensor_model_parallel_size is 2, but .* span nodes.* fit: 1, 3$"),
     ],
 )
 def test_places(mode: str, same_process: bool, own_pool: bool, processes: list[int], size: int, words: str) -> None:
-    choice = Choice("e", "r", mode, "shared_memory", size)
+    choice = Choice("e", "r", mode, "shared_memory", ReplicaShape(size))
     with pytest.raises(ConfigError, match=words):
         check_places(choice, same_process, own_pool, processes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "multi_node", "error", "words"),
+    [
+        (ReplicaShape(16), [8, 8], False, CapabilityError, r"\[8, 8\] processes .* span.* one node.* fit: 1, 2, 4, 8$"),
+        (ReplicaShape(4), [3, 5], True, ConfigError, r"size is 4, but .* with 3 and 1 of .* fit: 1, 2$"),
+        (ReplicaShape(2), [3, 3], True, None, ""),
+        (ReplicaShape(4, 2), [8, 4, 4], True, None, ""),
+        (ReplicaShape(4, 3), [8, 8, 8], True, ConfigError, r"pipeline_model_parallel_size=3 is 12 .* 8 and 4 of its"),
+        (ReplicaShape(4, 3), [6, 6], True, ConfigError, r"pipeline_model_parallel_size is 3, .* spans 2 nodes"),
+        (ReplicaShape(4, data=2), [4, 4], True, CapabilityError, r"data_parallel_size above 1 cannot"),
+        (ReplicaShape(8, 2), [4] * 8, True, None, ""),
+        (
+            ReplicaShape(3, 2),
+            [4],
+            True,
+            ConfigError,
+            r"size=3 x pipeline.*=2 is 6 devices, which does not divide the 4",
+        ),
+    ],
+)
+def test_replicas_that_span_nodes(
+    shape: ReplicaShape, processes: list[int], multi_node: bool, error: type[Exception] | None, words: str
+) -> None:
+    if error is None:
+        check_spans(shape, processes, multi_node, "r")
+        return
+    with pytest.raises(error, match=words):
+        check_spans(shape, processes, multi_node, "r")
+
+
+def test_the_nodes_of_each_replica() -> None:
+    assert split_nodes(4, [8, 2, 2]) == [(4,), (4,), (2, 2)]
+    assert split_nodes(16, [8, 8, 8, 8]) == [(8, 8), (8, 8)]
+    assert split_nodes(6, [4, 4, 4]) == [(4, 2), (2, 4)]
+    assert not check_spans(ReplicaShape(2), [4, 2], False, "r")
+    assert check_spans(ReplicaShape(8), [4, 4], True, "r")
+
+
+def test_weights_for_a_replica_that_spans_nodes() -> None:
+    spanning = Choice("e", "r", "colocated", "cuda_ipc", ReplicaShape(4))
+    with pytest.raises(CapabilityError, match=r"spans nodes, .*weight_sync=cuda_ipc.*; choose .*=shared_memory"):
+        check_places(spanning, False, False, [2, 2], True, True)
+    adapted = dataclasses.replace(spanning, weight_sync="disk", trains_adapter=True)
+    with pytest.raises(CapabilityError, match=r"spans nodes, .*model.lora_rank"):
+        check_places(adapted, False, False, [2, 2], True, True)
+
+
+def test_experts_are_spread_over_all_devices_of_a_stage() -> None:
+    both = parts({}, {**EVERYWHERE, "tensor_parallel": True, "data_parallel": True, "expert_parallel": True})
+    choice = Choice("e", "r", "hybrid", "disk", ReplicaShape(2, data=2, expert=2))
+    with pytest.raises(ConfigError, match=r"rollout.expert_parallel_size is 2; valid: 1, .* which is 4"):
+        check_choice(choice, *both)
+    check_choice(dataclasses.replace(choice, shape=ReplicaShape(2, data=2, expert=4)), *both)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +219,7 @@ def test_a_collective_between_two_ranks_of_one_device_is_refused(mode: str) -> N
 
 
 def test_places_that_fit() -> None:
-    check_places(Choice("e", "r", "standalone", "disk", 2), False, True, [4, 2])
+    check_places(Choice("e", "r", "standalone", "disk", ReplicaShape(2)), False, True, [4, 2])
     check_places(Choice("e", "r", "colocated", "disk"), False, False, [3, 1])
     check_places(CHOICE, True, False, [1])
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 import rollcast_vllm.conf
 from rollcast import build_section
-from rollcast.contracts.rollout import RolloutSetup
+from rollcast.contracts.rollout import EngineNode, RolloutSetup
 from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import starts_without_weights
 from rollcast_testing.tiny import tiny_model_folder
@@ -92,7 +92,7 @@ def test_each_tensor_parallel_rank_gets_a_core(monkeypatch: pytest.MonkeyPatch) 
 def test_only_what_is_unset_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "3"})
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    environment.prepare_environment(VllmRolloutConfig())
+    environment.prepare_environment(VllmRolloutConfig(), EngineNode())
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
     assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
@@ -101,7 +101,7 @@ def test_only_what_is_unset_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_keeps_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    environment.prepare_environment(VllmRolloutConfig())
+    environment.prepare_environment(VllmRolloutConfig(), EngineNode())
     assert "TORCHDYNAMO_DISABLE" not in os.environ
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, build, gap_to, under_way
 
-from rollcast.contracts.rollout import RolloutRequest
+from rollcast.contracts.rollout import EngineNode, RolloutRequest
 from rollcast.errors import ConfigError, RequestError, RolloutError, WeightSyncError
 from rollcast_testing.rollout_tools import (
     GREEDY,
@@ -41,9 +42,10 @@ pytest.importorskip("vllm")
         ),
         ({"max_num_seqs": 3}, r"set rollout\.max_num_seqs instead"),
         ({"tensor_parallel_size": 2}, r"set rollout\.tensor_model_parallel_size instead"),
+        ({"nnodes": 2}, r"nnodes cannot be set"),
         ({"logprobs_mode": "raw_logprobs"}, r"logprobs_mode cannot be set"),
     ],
-    ids=["misspelt", "has-a-key", "has-another-key", "ours"],
+    ids=["misspelt", "has-a-key", "has-another-key", "devices", "ours"],
 )
 def test_engine_kwargs_that_cannot_be(folders: list[Path], extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -119,6 +121,48 @@ def test_an_adapter_does_not_outlive_full_weights(folders: list[Path], models: l
             assert gap_to(dict(enumerate(base)), prompt, only_sequence(output)) <= TOLERANCE
     finally:
         rollout.close()
+
+
+#: The second node's process of an engine.
+PART = """
+import sys, time
+from vllm_tools import build_part
+
+if __name__ == "__main__":
+    part = build_part(sys.argv[1], int(sys.argv[2]), pipeline_model_parallel_size=2)
+    while True:
+        part.check_health()
+        time.sleep(0.5)
+"""
+
+
+def test_pipeline_stages_on_two_nodes(
+    folders: list[Path], models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, as on two nodes, answer like one engine, before and after an update of the weights."""
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = tmp_path / "part.py"
+    script.write_text(PART)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    part = subprocess.Popen([sys.executable, str(script), str(folders[0]), str(port)], env=environment)
+    rollout = None
+    try:
+        rollout = build(folders[0], EngineNode(0, 2, port=port), pipeline_model_parallel_size=2)
+        prompts = make_prompts(6)
+        assert all_tokens(run_prompts(rollout, prompts, GREEDY)) == [greedy_tokens(models[0], p, 12) for p in prompts]
+        report = asyncio.run(rollout.update_weights([list(models[1].named_parameters())], 1))
+        assert report.tensors == len(list(models[1].named_parameters()))
+        assert all_tokens(run_prompts(rollout, prompts, GREEDY)) == [greedy_tokens(models[1], p, 12) for p in prompts]
+        assert part.poll() is None
+    finally:
+        part.kill()
+        part.wait()
+        if rollout is not None:
+            rollout.close()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

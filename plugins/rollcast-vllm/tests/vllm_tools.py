@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.rollout import RolloutRequest, RolloutSequence, RolloutSetup, SamplingParams
+from rollcast.contracts.rollout import (
+    EngineNode,
+    EnginePart,
+    RolloutRequest,
+    RolloutSequence,
+    RolloutSetup,
+    SamplingParams,
+)
 from rollcast.contracts.weights import WeightBucket
 from rollcast.protocol import tensor_checksum
 from rollcast_testing.rollout_tools import EOS, PAD, token_log_probs
@@ -21,9 +28,18 @@ SHORT = RolloutRequest("short", [7, 8], SamplingParams(max_tokens=8, ignore_eos=
 TOLERANCE = 1e-4
 
 
-def build(folder: Path, **keys: Any) -> VllmRollout:
+def build(folder: Path, node: EngineNode | None = None, **keys: Any) -> VllmRollout:
+    return VllmRollout(_setup(str(folder), node or EngineNode(), keys))
+
+
+def build_part(folder: str, port: int, **keys: Any) -> EnginePart:
+    """Join an engine on two nodes as the second of them."""
+    return VllmRollout.join(_setup(folder, EngineNode(1, 2, port=port), keys))
+
+
+def _setup(folder: str, node: EngineNode, keys: dict[str, Any]) -> RolloutSetup:
     config = VllmRolloutConfig(**{"kv_cache_memory_bytes": 64 << 20, **keys})
-    return VllmRollout(RolloutSetup(config, str(folder), seed=3, pad_token_id=PAD, eos_token_id=EOS))
+    return RolloutSetup(config, folder, seed=3, pad_token_id=PAD, eos_token_id=EOS, node=node)
 
 
 def kill(rollout: VllmRollout) -> None:

@@ -26,12 +26,15 @@ __all__ = [
     "current_device",
     "device_count",
     "device_name",
+    "device_rng_state",
     "devices",
     "disable_tf32",
     "empty_cache",
     "find_device",
     "hide_accelerators",
     "local_device",
+    "set_device",
+    "set_device_rng_state",
     "synchronize",
     "use_device",
 ]
@@ -43,7 +46,8 @@ class Device:
 
     Attributes:
         name: torch's name of the device type, and its name in ``placement.device``.
-        module: module with ``is_available``, ``device_count``, ``synchronize`` and ``empty_cache``; may be missing.
+        module: module with ``is_available``, ``device_count``, ``set_device``, ``get_rng_state``, ``set_rng_state``,
+            ``synchronize`` and ``empty_cache``; may be missing.
         collective: ``torch.distributed`` backend for tensors on the device.
         resource: name under which a cluster counts these devices; empty for the CPU.
         visibility: environment variables that select visible devices. The first one is set for a process that is
@@ -192,6 +196,25 @@ def disable_tf32() -> None:
     import torch
 
     torch.backends.cudnn.allow_tf32 = False
+
+
+def set_device(device: torch.device) -> None:
+    """Make ``device`` the one on which this process computes by default; do nothing on a CPU."""
+    if device.type != CPU.name:
+        devices.get(device.type).torch_module().set_device(device)
+
+
+def device_rng_state() -> dict[str, Any]:
+    """Return the random state of this process's accelerator by the device's name; empty on a CPU."""
+    device = current_device()
+    return {} if device is CPU else {device.name: device.torch_module().get_rng_state()}
+
+
+def set_device_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore a state of :func:`device_rng_state`; do nothing if it is of another kind of device."""
+    device = current_device()
+    if device is not CPU and device.name in state:
+        device.torch_module().set_rng_state(state[device.name])
 
 
 def collective_backend() -> str:

@@ -31,6 +31,8 @@ __all__ = [
     "ROUTED_EXPERTS",
     "BaseRollout",
     "EngineLoad",
+    "EngineNode",
+    "EnginePart",
     "RolloutCapabilities",
     "RolloutMode",
     "RolloutOutput",
@@ -73,7 +75,10 @@ class RolloutCapabilities:
         abort: True if requests can be ended early.
         prefix_caching: True if the cache of a common prefix is reused.
         lora: True if adapters can be loaded separately from the model (:meth:`BaseRollout.update_adapter`).
-        tensor_parallel: True if one engine can use several devices.
+        tensor_parallel: True if several devices of one engine can share each layer.
+        pipeline_parallel, data_parallel, expert_parallel: True if ``rollout.pipeline_model_parallel_size``,
+            ``data_parallel_size`` or ``expert_parallel_size`` may exceed 1.
+        multi_node: True if one engine can span nodes (:meth:`BaseRollout.join`).
         releases_memory: True if :meth:`BaseRollout.release` frees memory.
         seeds: True if a request's seed determines its tokens.
         continuous_batching: True if a new request joins the requests in flight; False if requests are computed in
@@ -93,6 +98,10 @@ class RolloutCapabilities:
     prefix_caching: bool = False
     lora: bool = False
     tensor_parallel: bool = False
+    pipeline_parallel: bool = False
+    data_parallel: bool = False
+    expert_parallel: bool = False
+    multi_node: bool = False
     releases_memory: bool = False
     seeds: bool = False
     continuous_batching: bool = True
@@ -218,6 +227,25 @@ class RolloutOutput:
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """A node's place in an engine.
+
+    Attributes:
+        rank: number of the node; the rollout is on node 0, and the others have an :class:`EnginePart`.
+        nodes: number of nodes, each with the same number of devices.
+        host: address of this node.
+        address: address of node 0.
+        port: port of node 0 on which the engine's processes meet; 0 if the engine has one node.
+    """
+
+    rank: int = 0
+    nodes: int = 1
+    host: str = "127.0.0.1"
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
 class RolloutSetup:
     """Constructor arguments of a rollout.
 
@@ -229,6 +257,7 @@ class RolloutSetup:
         pad_token_id, eos_token_id: padding and EOS ids of the tokenizer.
         stop_token_ids: ids that end every response, such as those of the model's ``generation_config.json``.
         trust_remote_code: allow the folder's own Python code.
+        node: this process's place in the engine.
     """
 
     config: Any
@@ -238,11 +267,28 @@ class RolloutSetup:
     eos_token_id: int
     stop_token_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
+    node: EngineNode = EngineNode()
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids that end a request's sequences, without duplicates: the request's, then the model's."""
         own = () if sampling.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
         return tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
+
+
+class EnginePart(ABC):
+    """The processes of an engine on a node other than its first; see :meth:`BaseRollout.join`."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Check that the processes run; called every second.
+
+        Raises:
+            RolloutError: one has ended.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the processes."""
 
 
 class BaseRollout(ABC):
@@ -277,6 +323,19 @@ class BaseRollout(ABC):
             device: ``placement.device``, the kind of device on which the rollout runs.
         """
         return None
+
+    @classmethod
+    def join(cls, setup: RolloutSetup) -> EnginePart:
+        """Start this node's part of an engine whose first node has the rollout; return once it has joined the engine.
+
+        Called on nodes with ``setup.node.rank`` above 0, while the rollout is built on node 0. If a part or the rollout
+        ends, the launcher ends the whole replica.
+
+        Raises:
+            CapabilityError: the rollout lacks ``capabilities.multi_node``.
+            RolloutError: the part did not start.
+        """
+        raise CapabilityError(f"{cls.__name__} cannot span the {setup.node.nodes} nodes of the replica")
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> RolloutOutput:

@@ -159,7 +159,16 @@ class RolloutConfig:
     """Treatment of a prompt that leaves fewer positions of the model than `data.max_response_length`: `refuse` ends the
     run, `clamp` shortens the response. A prompt that leaves no position is always refused."""
     tensor_model_parallel_size: Positive = 1
-    """Devices per replica."""
+    """Devices of a replica that share each layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Pipeline stages of a replica, each with an equal part of the layers."""
+    data_parallel_size: Positive = 1
+    """Copies of the attention layers in a replica, each with `tensor_model_parallel_size` devices and requests of its
+    own; all of them share the experts of a mixture. A replica has as many devices as the product of the three sizes,
+    and may span nodes."""
+    expert_parallel_size: Positive = 1
+    """Devices over which the experts of a mixture are distributed as a whole: 1 for none, which splits each expert, or
+    `tensor_model_parallel_size` x `data_parallel_size`."""
     quantization: Literal["fp8"] | None = None
     """Precision to which the engine rounds the weights of linear layers as they arrive; null for none. Their log-probs
     then differ from the actor's, so `algorithm.rollout_correction.rollout_is=auto` weights tokens."""
@@ -185,3 +194,8 @@ class RolloutConfig:
     """Processes that run the engines."""
     canary: CanaryConfig = field(default_factory=CanaryConfig)
     """The check after each weight update."""
+
+    @property
+    def replica_size(self) -> int:
+        """Number of devices of a replica."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size

@@ -17,6 +17,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory.memory_facts import placed_roles, plan_memory
 from rollcast_automap.memory.role_specs import largest_pass
 from rollcast_automap.memory.splits import check_engine
+from rollcast_serving.shapes import ReplicaShape, split_nodes
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.schemas import CriticConfig
@@ -336,4 +337,19 @@ def _roles(trainer: LoopTrainer) -> list[Fact]:
         places = f"{_count(sum(counts), 'process')} on {_count(len(counts), 'node')}, device {device}"
         text = f"{pool.name}: {', '.join(roles)} ({places})"
         facts.append(Fact(pool.name, value, text))
-    return facts
+    return [*facts, *_replicas(trainer)]
+
+
+def _replicas(trainer: LoopTrainer) -> list[Fact]:
+    """Return the fact about the rollout's replicas; none for a rollout in the actor's processes."""
+    task = trainer.task
+    if not task.uses_replicas:
+        return []
+    shape = ReplicaShape.of(task.rollout)
+    nodes = split_nodes(shape.size, task.pools.get_resource_pool(Role.ROLLOUT).process_on_nodes)
+    sizes = {key: size for key, size in shape.keys().items() if size > 1}
+    widest = max(map(len, nodes))
+    value = {"count": len(nodes), "devices": shape.size, "nodes": widest, "sizes": sizes}
+    how = ", ".join(f"rollout.{key}={size}" for key, size in sizes.items())
+    places = f"{_count(shape.size, 'device')} on {_count(widest, 'node')}"
+    return [Fact("replicas", value, f"{_count(len(nodes), 'replica')} of {places}{f' ({how})' if how else ''}")]

@@ -153,6 +153,10 @@ def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mes
     return tuple(Mesh(data=size) for size in sizes if size <= most)
 
 
+#: Sizes of a replica that are 1 in every mapping.
+_SEARCHED_AS_ONE = ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size")
+
+
 def place_of(role: str, uses_replicas: bool) -> str:
     """Return the key of ``placement.mapping`` that places a role of a problem."""
     return str(Role.ACTOR_ROLLOUT) if role == "rollout" and not uses_replicas else _PLACED.get(role, role)
@@ -216,4 +220,6 @@ def _rollout_overrides(
         sync = "shared_memory"
     if mode == "standalone" and sync in ("shared_memory", "cuda_ipc") and len(nodes) > 1:
         sync = "collective"
-    return [f"rollout.mode={mode}", f"rollout.weight_sync={sync}"]
+    # The search gives replicas one stage and one copy.
+    ones = [f"rollout.{key}=1" for key in _SEARCHED_AS_ONE if getattr(task.rollout, key) > 1]
+    return [f"rollout.mode={mode}", f"rollout.weight_sync={sync}", *ones]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from rollcast.contracts.device import disable_tf32, local_device
+from rollcast.contracts.device import disable_tf32, local_device, set_device
 from rollcast.contracts.engine import BaseEngine, EngineSetup
 from rollcast.errors import CheckpointError
 from rollcast_engine.optim import check_optim, learning_rate
@@ -69,8 +69,7 @@ class TorchEngine(BaseEngine):
         """Compute on this rank's accelerator from now on, if the machine has one."""
         self.device = local_device(self.setup.context.local_rank)
         disable_tf32()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        set_device(self.device)
 
     @abstractmethod
     def mode(self, training: bool) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from rollcast.contracts.device import CPU, current_device
 from rollcast.contracts.health import BaseHealthCheck, Finding, HealthSetup, ok, problem, warning
 
 __all__ = ["ModelCheck", "TorchCheck"]
@@ -42,8 +43,10 @@ class TorchCheck(BaseHealthCheck):
 
     def _devices(self, torch: Any, wanted: str) -> Finding:
         present = [str(each) for each in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-        if torch.cuda.is_available():
-            names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        device = current_device()
+        if device is not CPU:
+            module = device.torch_module()
+            names = [str(module.get_device_name(index)) for index in range(module.device_count())]
             return ok("devices", f"{len(names)} x {', '.join(sorted(set(names)))}")
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and present:
             mend = "unset CUDA_VISIBLE_DEVICES"
@@ -52,9 +55,11 @@ class TorchCheck(BaseHealthCheck):
             reason = "torch is built without CUDA" if not torch.version.cuda else "the driver does not fit the build"
             found = f"{', '.join(present)} cannot be used: {reason}"
             return problem("devices", found, f"compare with nvidia-smi, then {_REINSTALL}")
-        if wanted == "cuda":
-            found = "placement.device=cuda, and torch sees no CUDA device"
-            return problem("devices", found, "placement.device=auto or cpu; or run on a machine with a GPU")
+        if wanted not in ("auto", CPU.name):
+            found = f"placement.device={wanted}, and torch sees no such device"
+            return problem(
+                "devices", found, f"placement.device=auto or cpu; or run on a machine with a device {wanted}"
+            )
         return ok("devices", "no accelerator; workers run on the CPU")
 
     def _gloo(self) -> Finding:

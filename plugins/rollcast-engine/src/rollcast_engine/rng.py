@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollcast.contracts.device import device_rng_state, set_device_rng_state
+
 __all__ = ["capture_rng", "derive_rng", "restore_rng"]
 
 
@@ -26,9 +28,7 @@ def capture_rng() -> dict[str, Any]:
             "cached": float(cached),
         },
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return {**state, **device_rng_state()}
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -39,8 +39,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     numpy = state["numpy"]
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_device_rng_state(state)
 
 
 def derive_rng(rank: int) -> None:

@@ -33,6 +33,7 @@ from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
@@ -40,6 +41,7 @@ from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, check_token_ids, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
+from rollcast_serving.shapes import ReplicaShape, check_shape
 
 __all__ = ["SampleJob"]
 
@@ -74,6 +76,8 @@ class SampleJob:
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
         self._served = ServedRole(ROLLOUT, "rollout", self._rollout, self._rollout_class)
+        check_shape(ReplicaShape.of(self._rollout), self._rollout_class.capabilities, self._rollout.name)
+        check_device_arguments(self._rollout)
         self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
         judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
         self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None

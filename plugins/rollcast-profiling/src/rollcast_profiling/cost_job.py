@@ -189,9 +189,9 @@ class CostJob:
     def _rollout_layout(self) -> RoleLayout:
         task = self._trainer.task
         ranks = task.pools.get_resource_pool(Role.ROLLOUT if task.uses_replicas else Role.ACTOR_ROLLOUT).world_size
-        tensor = task.rollout.tensor_model_parallel_size
-        parts = ranks // tensor if task.uses_replicas else self._trainer.run.ranks_of(Role.ACTOR_ROLLOUT)
-        return self._layout(task.rollout.name, task.model.path, ranks, parts, ParallelSizes(tensor), task.rollout)
+        sizes = ParallelSizes.read(task.rollout)
+        parts = sizes.data(ranks) if task.uses_replicas else self._trainer.run.ranks_of(Role.ACTOR_ROLLOUT)
+        return self._layout(task.rollout.name, task.model.path, ranks, parts, sizes, task.rollout)
 
     # -- the engines --------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ If Ray breaks, its processes are killed without using Ray.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import os
 import secrets
@@ -87,22 +88,36 @@ class EmbeddedRay:
         self._leaving: threading.Thread | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
 
-    def start(self, num_cpus: int | None, object_store_memory: int | None, log_to_driver: bool) -> None:
+    def start(
+        self,
+        num_cpus: int | None,
+        object_store_memory: int | None,
+        log_to_driver: bool,
+        include_dashboard: bool = False,
+    ) -> None:
         """Start Ray on the loopback address, with a token known only to its own processes.
 
         Raises:
-            ResourceError: the folder for temporary files is unsuitable for Ray.
+            ResourceError: the folder for temporary files is unsuitable for Ray, or the dashboard is not installed.
         """
         check_temp_dir()
+        if include_dashboard and importlib.util.find_spec("aiohttp_cors") is None:
+            raise ResourceError(
+                "runtime.include_dashboard is true, but Ray's dashboard is not installed; install it with "
+                'pip install "ray[default]", or set runtime.include_dashboard=false'
+            )
         with _own_environment(), loopback_only():
-            ray.init(
+            context = ray.init(
                 address="local",  # otherwise Ray would join any Ray that is running on this machine
                 num_cpus=num_cpus or os.cpu_count(),
                 object_store_memory=object_store_memory or default_object_store(),
-                include_dashboard=False,
+                include_dashboard=include_dashboard,
+                dashboard_host="127.0.0.1",
                 log_to_driver=log_to_driver,
                 logging_level=logging.WARNING,
             )
+        if include_dashboard:
+            logger.info("Ray's dashboard: http://%s", context.dashboard_url)
         atexit.register(self._exit_if_stuck)
         self.watch(started_processes())
         pids = [str(process.pid) for process in self._started.values()]

@@ -124,6 +124,7 @@ class RayRuntime(Runtime):
         log_to_driver: True to print the workers' output on the driver.
         runtime_env: runtime environment of all processes; the group's own takes precedence.
         stop_grace_s: grace period in seconds in which workers can close before they are killed.
+        include_dashboard: True to start Ray's dashboard beside an embedded Ray.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = RayRuntimeConfig
@@ -138,7 +139,9 @@ class RayRuntime(Runtime):
         log_to_driver: bool = False,
         runtime_env: Mapping[str, Any] | None = None,
         stop_grace_s: float = 5.0,
+        include_dashboard: bool = False,
     ) -> None:
+        self._include_dashboard = include_dashboard
         self._stop_grace_s = stop_grace_s
         self._address = address or os.environ.get("RAY_ADDRESS") or None
         self._num_cpus = num_cpus
@@ -170,6 +173,7 @@ class RayRuntime(Runtime):
             log_to_driver=config.log_to_driver,
             runtime_env=config.runtime_env,
             stop_grace_s=config.stop_grace_s,
+            include_dashboard=config.include_dashboard,
         )
 
     @classmethod
@@ -195,7 +199,9 @@ class RayRuntime(Runtime):
                 if self._address:
                     self._join(self._address)
                 else:
-                    self._embedded.start(self._num_cpus, self._object_store_memory, self._log_to_driver)
+                    self._embedded.start(
+                        self._num_cpus, self._object_store_memory, self._log_to_driver, self._include_dashboard
+                    )
             self._initialized_ray = True
         self._session = current_session()
 

@@ -23,6 +23,8 @@ class RayRuntimeConfig(RuntimeConfig):
     """Logical CPUs of an embedded Ray; null for the number of cores, or of processes if there are more."""
     object_store_memory: Positive | None = None
     """Size of an embedded Ray's object store in bytes."""
+    include_dashboard: bool = False
+    """Start Ray's dashboard beside an embedded Ray, on the loopback address; needs `ray[default]`."""
     stop_grace_s: Seconds = 5.0
     """Grace period in seconds in which workers can close before they are killed."""
     log_to_driver: bool = False

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import WeightBucket
+from rollcast.errors import WeightSyncError
 from rollcast_serving.casting import CastRoom, Outgoing
 
 if TYPE_CHECKING:
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketMemory",
     "MappedMemory",
+    "ServedBucket",
     "SharedBucket",
     "fill",
     "lay_out",
@@ -27,6 +33,8 @@ __all__ = [
 ]
 
 _ALIGNMENT = 64
+#: Seconds without a byte after which the transfer of a bucket to another node fails.
+_FETCH_S = 60.0
 
 
 def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
@@ -159,22 +167,87 @@ class SharedBucket:
         yield read_bucket(flat, self.entries)
 
 
+def _bytes_of(flat: Tensor) -> memoryview:
+    # The stubs of numpy do not know that an array is a buffer before Python 3.12.
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True)
+class ServedBucket:
+    """A bucket that processes of other nodes fetch: small and picklable. Iteration yields the bucket.
+
+    Attributes:
+        address: host and port of the sender.
+        token: secret that a reader must send.
+        size: bytes of the bucket.
+        entries: entry of each tensor.
+    """
+
+    address: tuple[str, int]
+    token: str
+    size: int
+    entries: Sequence[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        import torch
+
+        flat = torch.empty(self.size, dtype=torch.uint8)
+        view, filled = _bytes_of(flat), 0
+        with socket.create_connection(self.address, _FETCH_S) as connection:
+            connection.sendall(self.token.encode())
+            while filled < self.size:
+                count = connection.recv_into(view[filled:])
+                if not count:
+                    raise WeightSyncError(f"the replica's first node closed the connection to {self.address[0]}")
+                filled += count
+        yield read_bucket(flat, self.entries)
+
+
 class BucketMemory:
-    """The sender's memory, reused for each bucket."""
+    """The sender's memory, reused for each bucket.
 
-    def __init__(self) -> None:
+    Args:
+        host: address on which readers of other nodes fetch buckets; None if all readers are on this node.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
         self._memory = MappedMemory()
+        self._token = secrets.token_hex(16)
+        self._held = memoryview(b"")
+        self._listener = None if host is None else socket.create_server((host, 0))
+        if self._listener is not None:
+            threading.Thread(target=self._accept, name="rollcast-buckets", daemon=True).start()
 
-    def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
-        """Copy a bucket into the memory, overwriting the previous one."""
+    def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket | ServedBucket:
+        """Copy a bucket into the memory, overwriting the previous one, which all readers must have read."""
         expected = bucket.expected if isinstance(bucket, WeightBucket) else {}
         entries, size = lay_out([Outgoing(name, tensor, tensor.dtype) for name, tensor in bucket])
         flat = self._memory.reserve(size)
         for (name, tensor), entry in zip(bucket, entries, strict=True):
             entry["checksum"] = expected.get(name)
             view_tensor(flat, entry).copy_(tensor.detach())
-        return SharedBucket(self._memory.path, entries)
+        if self._listener is None:
+            return SharedBucket(self._memory.path, entries)
+        self._held = _bytes_of(flat[:size])
+        host, port = self._listener.getsockname()[:2]
+        return ServedBucket((host, port), self._token, size, entries)
 
     def close(self) -> None:
         """Release the memory."""
+        if self._listener is not None:
+            self._listener.close()
+        self._held = memoryview(b"")
         self._memory.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while self._listener is not None:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._send, args=(connection,), daemon=True).start()
+
+    def _send(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # the reader reports what it misses
+            connection.settimeout(_FETCH_S)
+            if secrets.compare_digest(connection.recv(len(self._token)).decode(errors="replace"), self._token):
+                connection.sendall(self._held)

@@ -52,6 +52,11 @@ class EngineWatch:
         except Exception as error:
             if not isinstance(error, RollcastError):
                 logger.exception("the health check failed")
-            self.death = str(error) or type(error).__name__
-            logger.error("the engine is dead, so this replica is too: %s", self.death)
+            self.mark_dead(str(error) or type(error).__name__)
+
+    def mark_dead(self, death: str) -> None:
+        """Record the engine's death, unless it is recorded already."""
+        if not self.death:
+            self.death = death
+            logger.error("the engine is dead, so this replica is too: %s", death)
             self._on_death()

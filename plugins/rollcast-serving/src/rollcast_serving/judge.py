@@ -17,13 +17,15 @@ from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
 from rollcast.contracts.tokenizer import encode_texts
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import ConfigError
+from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import check_sampling, check_token_ids, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedRole
+from rollcast_serving.shapes import ReplicaShape, check_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,9 +75,8 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     check_quantization(built, rollout_class, _SECTION)
     check_token_ids(built, config.model.path, _SECTION)
-    if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
-        size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
-        raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; remove the key")
+    check_shape(ReplicaShape.of(built), capabilities, str(name), _SECTION)
+    check_device_arguments(built, _SECTION)
     return ServedRole(JUDGE, _SECTION, built, rollout_class)
 
 

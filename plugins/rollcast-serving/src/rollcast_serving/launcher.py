@@ -6,17 +6,20 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.errors import RolloutError
+from rollcast_serving.lifeline import Meeting
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.wire import decode_error
 
@@ -42,6 +45,7 @@ class ReplicaSpec:
         launch_timeout_s: deadline until it is ready, in seconds.
         log_dir: folder of its output; None for a temporary folder.
         host: address to listen on.
+        multi_node: True if the rollout's engines can span nodes.
         role: role that the replica plays; names it in messages.
         section: dotted key of the config section that ``rollout`` comes from.
     """
@@ -58,6 +62,7 @@ class ReplicaSpec:
     launch_timeout_s: float = 300.0
     log_dir: str | None = None
     host: str = "127.0.0.1"
+    multi_node: bool = False
     role: str = "rollout"
     section: str = "rollout"
 
@@ -94,27 +99,41 @@ class ReplicaAddress:
 
 
 class ReplicaProcess:
-    """A replica's process, in its own session so that it ends together with everything that it started.
+    """A replica's process on a node, in its own session so that it ends together with everything that it started.
 
     Args:
         spec: settings of the replica.
         index: number of the replica, for messages and the log's name.
         node: address of this node.
         generation: number of earlier starts.
+        place: this node's place in the replica's engine.
+        meeting: meeting of the processes of a replica that spans nodes; None for a replica on one node.
+        listener: socket of the meeting's lifeline, on the replica's first node; closed here.
 
     Raises:
         RolloutError: the process cannot be started.
     """
 
-    def __init__(self, spec: ReplicaSpec, index: int = 0, node: str = "127.0.0.1", generation: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        index: int = 0,
+        node: str = "127.0.0.1",
+        generation: int = 0,
+        place: EngineNode = EngineNode(),  # noqa: B008  # immutable
+        meeting: Meeting | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.spec = spec
         self.index = index
+        self._engine_node, self._meeting = place, meeting
         self._place = (node, generation)
         self._token = secrets.token_urlsafe(24)
         folder = Path(spec.log_dir) if spec.log_dir else Path(tempfile.mkdtemp(prefix="rollcast-replica-"))
         folder.mkdir(parents=True, exist_ok=True)
-        self._name = spec.name_of(index)
-        self.log = folder / f"{spec.name_of(index, '_')}.log"
+        self._name = spec.name_of(index) + (f" on its node {place.rank}" if place.rank else "")
+        part = f"_node_{place.rank}" if place.rank else ""
+        self.log = folder / f"{spec.name_of(index, '_')}{part}.log"
         self._tell, theirs = os.pipe()
         self._started = time.monotonic()
         python = spec.python or sys.executable
@@ -126,7 +145,7 @@ class ReplicaProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **spec.env},
-                    pass_fds=[theirs],
+                    pass_fds=[theirs, *([] if listener is None else [listener.fileno()])],
                     start_new_session=True,
                 )
         except OSError as error:
@@ -136,9 +155,12 @@ class ReplicaProcess:
             ) from error
         finally:
             os.close(theirs)
-        self._write_spec(theirs)
+            inherited = -1 if listener is None else listener.fileno()
+            if listener is not None:
+                listener.close()
+        self._write_spec(theirs, inherited)
 
-    def _write_spec(self, theirs: int) -> None:
+    def _write_spec(self, theirs: int, listener: int) -> None:
         spec = self.spec
         message = {
             "rollout": dict(spec.rollout),
@@ -150,6 +172,9 @@ class ReplicaProcess:
             "trust_remote_code": spec.trust_remote_code,
             "host": spec.host,
             "token": self._token,
+            "node": asdict(self._engine_node),
+            "meeting": None if self._meeting is None else asdict(self._meeting),
+            "listener": listener,
             "tell": theirs,
             "parent": os.getpid(),
         }

@@ -9,9 +9,10 @@ from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.contracts.sections import RolloutConfig
 from rollcast.errors import CapabilityError, ConfigError, PluginError
+from rollcast_serving.shapes import ReplicaShape, check_shape, check_spans, shape_problem
 from rollcast_serving.weight_sync import WeightSyncCapabilities, weight_syncs
 
-__all__ = ["Choice", "check_choice", "check_places", "check_quantization", "check_replica_nodes", "check_world_sizes"]
+__all__ = ["Choice", "check_choice", "check_places", "check_quantization", "check_world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Choice:
         engine, rollout: registry names.
         mode: mode of the rollout.
         weight_sync: registry name.
-        tensor_parallel: devices of one replica.
+        shape: parallel sizes of a replica.
         trains_adapter: True if a LoRA adapter is trained instead of the model.
         update_in_flight: policy for requests in flight during an update.
     """
@@ -31,7 +32,7 @@ class Choice:
     rollout: str
     mode: str
     weight_sync: str
-    tensor_parallel: int = 1
+    shape: ReplicaShape = ReplicaShape()  # noqa: RUF009  # immutable
     trains_adapter: bool = False
     update_in_flight: str = "continue"
 
@@ -62,6 +63,7 @@ def check_choice(choice: Choice, engine_class: type[BaseEngine], rollout_class: 
     sync = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities
     problem = _problem(choice, engine, rollout, sync)
     if problem is None:
+        check_shape(choice.shape, rollout, choice.rollout)
         return
     nearest = next(_working(choice, engine, rollout), None)
     help_text = "no installed alternative works" if nearest is None else f"this would work: {nearest}"
@@ -96,10 +98,12 @@ def _problem(
         return f"this sync shares the engine's module, with which rollout {choice.rollout!r} cannot generate"
     if sync.same_process and not engine.in_process_module:
         return f"this sync shares the engine's module, and engine {choice.engine!r} has none that can generate"
-    if sync.same_process and choice.tensor_parallel > 1:
-        return "a rollout in the engine's process has no rollout.tensor_model_parallel_size of its own"
-    if choice.tensor_parallel > 1 and not rollout.tensor_parallel:
-        return f"rollout {choice.rollout!r} has no tensor parallelism (rollout.tensor_model_parallel_size)"
+    large = [key for key, size in choice.shape.keys().items() if size > 1]
+    if sync.same_process and large:
+        return f"a rollout in the engine's process has no rollout.{large[0]} of its own"
+    lacking = shape_problem(choice.shape, rollout, choice.rollout, "rollout")
+    if lacking is not None:
+        return lacking
     if choice.trains_adapter and not engine.lora:
         return f"engine {choice.engine!r} cannot train adapters (model.lora_rank, model.lora_adapter_path)"
     if choice.trains_adapter and not sync.same_process and not rollout.lora:
@@ -119,11 +123,10 @@ def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabil
     """Yield combinations that can work, smallest changes first."""
     modes = sorted((mode.value for mode in RolloutMode), key=lambda mode: mode != choice.mode)
     names = sorted(weight_syncs.names(), key=lambda name: (name != choice.weight_sync, name != "shared_memory"))
-    sizes = dict.fromkeys([choice.tensor_parallel, 1])
-    for size in sizes:
+    for shape in dict.fromkeys([choice.shape, ReplicaShape()]):
         for mode in modes:
             for name in names:
-                candidate = replace(choice, mode=mode, weight_sync=name, tensor_parallel=size)
+                candidate = replace(choice, mode=mode, weight_sync=name, shape=shape)
                 try:
                     sync = weight_syncs.get(name).capabilities
                 except PluginError:  # broken and not requested
@@ -158,7 +161,12 @@ def check_world_sizes(
 
 
 def check_places(
-    choice: Choice, same_process: bool, own_pool: bool, processes: Sequence[int], on_accelerators: bool = False
+    choice: Choice,
+    same_process: bool,
+    own_pool: bool,
+    processes: Sequence[int],
+    on_accelerators: bool = False,
+    multi_node: bool = False,
 ) -> None:
     """Check that the placement fits the mode and the weight sync.
 
@@ -168,11 +176,13 @@ def check_places(
         own_pool: True if ``placement.mapping.rollout`` names another pool than the actor's.
         processes: processes on each node of the rollout's pool.
         on_accelerators: True if the pool reserves accelerators; False on CPUs.
+        multi_node: True if the rollout's engines can span nodes.
 
     Raises:
         CapabilityError: the weight sync needs two devices but actor and rollout share one, or it needs a device but
-            there is none.
-        ConfigError: the placement contradicts the mode; the message names the keys.
+            there is none, or a replica spans nodes and rollout, weight sync or adapter cannot.
+        ConfigError: the placement contradicts the mode, or the sizes of a replica do not fit the pool; the message
+            names the keys.
     """
     if same_process and own_pool:
         raise ConfigError(
@@ -191,7 +201,23 @@ def check_places(
             f"not {choice.mode}"
         )
     _check_devices(choice, on_accelerators)
-    check_replica_nodes(choice.tensor_parallel, processes)
+    if check_spans(choice.shape, processes, multi_node, choice.rollout):
+        _check_spanning(choice)
+
+
+def _check_spanning(choice: Choice) -> None:
+    """Check that weights can reach the processes of an engine that spans nodes."""
+    sizes = choice.shape.describe("rollout")
+    if weight_syncs.get(choice.weight_sync).capabilities.shared_devices:
+        raise CapabilityError(
+            f"{sizes}, so a replica spans nodes, and rollout.weight_sync={choice.weight_sync} shares memory of GPUs of "
+            "one node; choose rollout.weight_sync=shared_memory"
+        )
+    if choice.trains_adapter:
+        raise CapabilityError(
+            f"{sizes}, so a replica spans nodes, and rollout {choice.rollout!r} reads adapters (model.lora_rank, "
+            "model.lora_adapter_path) from a folder of one node; choose a replica that fits on one node"
+        )
 
 
 def _check_devices(choice: Choice, on_accelerators: bool) -> None:
@@ -208,32 +234,4 @@ def _check_devices(choice: Choice, on_accelerators: bool) -> None:
             f"rollout.weight_sync={choice.weight_sync} connects actor and replicas by NCCL, which refuses two ranks on "
             f"one device, and with rollout.mode={choice.mode} they share their devices; choose "
             "rollout.weight_sync=shared_memory, or disk, or rollout.mode=standalone with a pool of its own"
-        )
-
-
-def check_replica_nodes(tensor_parallel: int, processes: Sequence[int], section: str = "rollout") -> None:
-    """Check that replicas fill their pool and do not span nodes.
-
-    An engine runs on one node, and uses the devices of consecutive ranks.
-
-    Args:
-        tensor_parallel: ranks of a replica.
-        processes: processes on each node of the pool.
-        section: dotted key of the replicas' section.
-
-    Raises:
-        ConfigError: they do not; the message names the key.
-    """
-    total, role = sum(processes), section.partition(".")[0]
-    if total % tensor_parallel:
-        raise ConfigError(
-            f"{section}.tensor_model_parallel_size is {tensor_parallel}, which does not divide the {total} "
-            f"processes of the {role}'s pool"
-        )
-    if any(count % tensor_parallel for count in processes):
-        fitting = [str(size) for size in range(1, max(processes) + 1) if not any(n % size for n in processes)]
-        raise ConfigError(
-            f"{section}.tensor_model_parallel_size is {tensor_parallel}, but the {role}'s pool has "
-            f"{list(processes)} processes on its nodes, so a replica would span nodes; an engine runs on one node. "
-            f"Sizes that fit: {', '.join(fitting)}"
         )

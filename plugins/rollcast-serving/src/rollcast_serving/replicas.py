@@ -52,9 +52,9 @@ class Replicas:
         loop: ReplicaLoop | None = None,
     ) -> None:
         self._group = group.with_timeout(launch_timeout_s + 60.0)
-        places = group.devices()
-        self._hosts = {node: LOOPBACK if one_node else node for node, _ in places}
-        self._devices = [device for _, device in places]
+        self._places = group.place()
+        self._hosts = {place.node: LOOPBACK if one_node else place.node for place in self._places}
+        self._one_node = one_node
         #: Callback that sends the current weights to restarted replicas; set by the trainer.
         self.resync: Callable[[Sequence[ReplicaAddress]], None] | None = None
         self._has_own_loop, self._is_closed = loop is None, False
@@ -66,7 +66,8 @@ class Replicas:
         self.loop = loop or ReplicaLoop()
 
     def _launch(self, replaced: Sequence[int] = ()) -> list[ReplicaAddress]:
-        addresses = self._group.launch(self._hosts, self._devices, list(replaced))
+        meetings = [] if self._one_node else self._group.meet(self._hosts, list(replaced))
+        addresses = self._group.launch(self._hosts, self._places, list(replaced), meetings)
         return [address for address in addresses if address is not None]
 
     async def _revive(self, index: int) -> ReplicaAddress:

@@ -13,9 +13,9 @@ from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.manager import RoutingSettings
-from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.shapes import ReplicaShape, check_spans
 from rollcast_serving.worker import ReplicaWorker
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ class ServedRole:
     rollout_class: type[BaseRollout]
 
     def check_nodes(self, processes: Sequence[int]) -> None:
-        """Check that replicas fill the role's pool and do not span nodes; see :func:`check_replica_nodes`.
+        """Check that replicas fill the role's pool; see :func:`~rollcast_serving.shapes.check_spans`.
 
         Raises:
-            ConfigError: they do not; the message names the key.
+            ConfigError, CapabilityError: they do not, or cannot span its nodes; the message names the keys.
         """
-        check_replica_nodes(self.config.tensor_model_parallel_size, processes, self.section)
+        multi_node = self.rollout_class.capabilities.multi_node
+        check_spans(ReplicaShape.of(self.config), processes, multi_node, self.config.name, self.section)
 
     def routing(self) -> RoutingSettings:
         """Return the limits of routing and recovery."""
@@ -111,10 +112,11 @@ class ServedRole:
             env={**hidden, **self.rollout_class.environment(self.config), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,
             log_dir=log_dir,
+            multi_node=self.rollout_class.capabilities.multi_node,
             role=self.role,
             section=self.section,
         )
-        return ClassWithInitArgs(ReplicaWorker, spec, self.config.tensor_model_parallel_size)
+        return ClassWithInitArgs(ReplicaWorker, spec, self.config.replica_size)
 
     def start(self, group: WorkerGroup, runtime: Runtime, loop: ReplicaLoop | None = None) -> Replicas:
         """Start the replicas on a group of the role's workers; return them.

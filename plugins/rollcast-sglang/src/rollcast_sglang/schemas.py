@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from rollcast.contracts.config import Gt, Le, Positive, config
 from rollcast_serving.engines.schema import AdapterRolloutConfig
@@ -17,6 +18,29 @@ class SglangRolloutConfig(AdapterRolloutConfig):
     SGLang's.
     """
 
+    device_arguments: ClassVar[Mapping[str, str]] = {
+        "tp_size": "tensor_model_parallel_size",
+        "pp_size": "pipeline_model_parallel_size",
+        "dp_size": "data_parallel_size",
+        "enable_dp_attention": "data_parallel_size",
+        "ep_size": "expert_parallel_size",
+        **dict.fromkeys(
+            [
+                *(
+                    "nnodes",
+                    "node_rank",
+                    "dist_init_addr",
+                    "base_gpu_id",
+                    "gpu_id_step",
+                    "attn_cp_size",
+                    "attn_dp_size",
+                ),
+                *("moe_dp_size", "dcp_size", "dwdp_size", "max_ep_size"),
+                *("elastic_ep_initial_size", "ep_join_mode"),
+            ],
+            "",
+        ),
+    }
     name: str = "sglang"
     """Registry name of the rollout."""
     attention_backend: str | None = None

@@ -27,7 +27,6 @@ OWN_NAMES = {
     "context_length": "max_model_len",
     "disable_cuda_graph": "enforce_eager",
     "disable_radix_cache": "enable_prefix_caching",
-    "tp_size": "tensor_model_parallel_size",
     "enable_memory_saver": "free_cache_engine",
     "enable_return_routed_experts": "enable_rollout_routing_replay",
 }

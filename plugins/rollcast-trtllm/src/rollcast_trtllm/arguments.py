@@ -21,7 +21,6 @@ _OWN_NAMES = {
     "max_seq_len": "max_model_len",
     "max_batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
-    "tensor_parallel_size": "tensor_model_parallel_size",
     "kv_cache_config": "gpu_memory_utilization",
     "cuda_graph_config": "enforce_eager",
     "enable_sleep": "free_cache_engine",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from rollcast.contracts.config import Gt, Le, Positive, config
 from rollcast_serving.engines.schema import EngineRolloutConfig
@@ -14,6 +15,15 @@ __all__ = ["TrtllmRolloutConfig"]
 class TrtllmRolloutConfig(EngineRolloutConfig):
     """Keys of the TensorRT-LLM rollout, in addition to those of every engine. Names are verl's where verl has one."""
 
+    device_arguments: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_size": "tensor_model_parallel_size",
+        "pipeline_parallel_size": "pipeline_model_parallel_size",
+        "moe_expert_parallel_size": "expert_parallel_size",
+        "enable_attention_dp": "data_parallel_size",
+        **dict.fromkeys(
+            ["context_parallel_size", "gpus_per_node", "moe_cluster_parallel_size", "orchestrator_type"], ""
+        ),
+    }
     name: str = "trtllm"
     """Registry name of the rollout."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollcast.contracts.rollout import EnginePart
 from rollcast.errors import ConfigError, RollcastError, RolloutError
 from rollcast_vllm.load import LoadReader
 
 if TYPE_CHECKING:
     from rollcast_vision.model_inputs import ImageInputs
 
-__all__ = ["EngineThread", "build_llm", "prepare_llm"]
+__all__ = ["EngineThread", "WorkerPart", "build_llm", "call_workers", "prepare_llm"]
 
 T = TypeVar("T")
 
@@ -171,18 +172,60 @@ def build_llm(arguments: Any, load: LoadReader) -> Any:
     Raises:
         ConfigError: vLLM rejects a value, such as a ``max_model_len`` above the model's.
     """
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    try:
-        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except ValueError as error:
-        raise ConfigError(f"vLLM rejects values of the rollout section: {error}") from error
+    config = _engine_config(arguments)
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=[load.logger_class()], disable_log_stats=True)
     # vLLM adds a Prometheus logger to any other, which costs time in each step and is not read here.
     manager = llm.logger_manager
     manager.stat_loggers = [each for each in manager.stat_loggers if "Prometheus" not in type(each).__name__]
     return llm
+
+
+def _engine_config(arguments: Any, **options: Any) -> Any:
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT, **options)
+    except ValueError as error:
+        raise ConfigError(f"vLLM rejects values of the rollout section: {error}") from error
+
+
+class WorkerPart(EnginePart):
+    """vLLM's worker processes on a node other than the first; the first node's scheduler drives them.
+
+    Args:
+        arguments: engine arguments with this node's rank.
+
+    Raises:
+        ConfigError: vLLM rejects a value.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        self._executor = MultiprocExecutor(_engine_config(arguments, headless=True), monitor_workers=False)
+
+    def check_health(self) -> None:
+        ended = [worker.proc for worker in self._executor.workers if not worker.proc.is_alive()]
+        if ended:
+            raise RolloutError(f"vLLM's worker process {ended[0].pid} ended with code {ended[0].exitcode}")
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+async def call_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+    """Return the answers of all workers, by data-parallel rank and rank; ``collective_rpc`` drops all but the first's.
+
+    Args:
+        llm: the AsyncLLM.
+        method: method of the workers, with positional arguments.
+    """
+    if llm.vllm_config.parallel_config.data_parallel_size == 1:
+        return list(await llm.collective_rpc(method, args=args))
+    answers = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [answer for engine in answers for answer in engine]
 
 
 async def prepare_llm(llm: Any, images: ImageInputs | None = None) -> None:
@@ -194,6 +237,8 @@ async def prepare_llm(llm: Any, images: ImageInputs | None = None) -> None:
     """
     # If this process is killed, it cannot stop its engine, so the engine watches it.
     await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
+    if llm.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        await llm.collective_rpc("rollcast_allocate_inputs")
     if images is not None:
         await llm.collective_rpc("rollcast_neutralize", args=(list(images.placeholder_ids), images.neutral_id))
     await llm.update_weight_version("0")

@@ -18,7 +18,6 @@ WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 CPU_KV_CACHE_BYTES = 256 << 20
 #: rollcast's keys for arguments that ``engine_kwargs`` must not set.
 OWN_KEYS = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
     "enable_sleep_mode": "free_cache_engine",
     "enable_return_routed_experts": "enable_rollout_routing_replay",
 }
@@ -64,6 +63,16 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         raise ConfigError(
             f"rollout.quantization is {config.quantization}, but vLLM has no such kernels for a CPU; set it to null"
         )
+    if config.expert_parallel_size > 1 and not gpu:
+        raise ConfigError(
+            f"rollout.expert_parallel_size is {config.expert_parallel_size}, but vLLM has no such kernels for a CPU; "
+            "set it to 1"
+        )
+    if config.enable_rollout_routing_replay and config.replica_size > config.tensor_model_parallel_size:
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay is true, but vLLM records the experts of one pipeline stage and one "
+            "data-parallel rank; set it to false, or rollout.pipeline_model_parallel_size and data_parallel_size to 1"
+        )
     if config.enable_rollout_routing_replay and not gpu:
         raise ConfigError(
             "rollout.enable_rollout_routing_replay is true, but vLLM records experts on a GPU only; set it to "
@@ -84,6 +93,9 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_parallel_size": config.pipeline_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "enable_lora": config.enable_lora,
         "enable_return_routed_experts": config.enable_rollout_routing_replay,
         "max_loras": 1,
@@ -98,6 +110,15 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    node = setup.node
+    if node.nodes > 1:
+        values |= {
+            "distributed_executor_backend": "mp",
+            "nnodes": node.nodes,
+            "node_rank": node.rank,
+            "master_addr": node.address,
+            "master_port": node.port,
+        }
     if config.quantization is not None:
         values["quantization"] = config.quantization
     if config.use_request_seeds and not gpu:

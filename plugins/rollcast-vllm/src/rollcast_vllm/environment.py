@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import bind_threads, has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
@@ -17,7 +18,7 @@ def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
     """Return the variables that an engine's process needs at its start, on any device; on a GPU vLLM ignores the
     CPU's.
     """
-    ranks = config.tensor_model_parallel_size
+    ranks = config.replica_size
     bound = bind_threads(ranks) if ranks > 1 else None
     return {
         # Engines with several threads each slow one another down by orders of magnitude on a busy CPU.
@@ -31,13 +32,15 @@ def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
     }
 
 
-def prepare_environment(config: VllmRolloutConfig) -> None:
+def prepare_environment(config: VllmRolloutConfig, node: EngineNode) -> None:
     """Set variables that are unset, before vLLM is imported; its engine's processes inherit them."""
     wanted = process_environment(config)
+    if node.nodes > 1:
+        wanted["VLLM_HOST_IP"] = node.host
     if not has_gpu():
         # Otherwise log-probs are compiled, which needs a C++ compiler.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-        if config.tensor_model_parallel_size == 1:
+        if config.replica_size == 1:
             # AsyncLLM's engine has its own process anyway; on a CPU this keeps it from starting another below it.
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in wanted.items():

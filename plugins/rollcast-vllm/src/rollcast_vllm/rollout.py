@@ -38,7 +38,7 @@ from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_requ
 from rollcast_serving.stops import StopStrings
 from rollcast_vision.model_inputs import is_vision_model
 from rollcast_vllm.adapters import AdapterFolder
-from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
+from rollcast_vllm.engine import EngineThread, WorkerPart, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args
 from rollcast_vllm.environment import pass_images, prepare_environment, process_environment, require_vllm
 from rollcast_vllm.images import ImagePrompts
@@ -97,6 +97,10 @@ class VllmRollout(BaseRollout):
         prefix_caching=True,
         lora=True,
         tensor_parallel=True,
+        pipeline_parallel=True,
+        data_parallel=True,
+        expert_parallel=True,
+        multi_node=True,
         releases_memory=True,
         seeds=True,
         multi_modal=True,
@@ -110,7 +114,7 @@ class VllmRollout(BaseRollout):
         super().__init__(setup)
         config = cast(VllmRolloutConfig, setup.config)
         self._config = config
-        prepare_environment(config)
+        prepare_environment(config, setup.node)
         require_vllm()
         self._can_release = config.free_cache_engine and has_gpu()
         trust = self._trust_remote_code = setup.trust_remote_code
@@ -156,6 +160,15 @@ class VllmRollout(BaseRollout):
     @classmethod
     def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # the contract's
         return loaded_dtype(config.dtype, device == "cpu")
+
+    @classmethod
+    def join(cls, setup: RolloutSetup) -> WorkerPart:
+        config = cast(VllmRolloutConfig, setup.config)
+        prepare_environment(config, setup.node)
+        require_vllm()
+        model_config = read_model_config(setup.model_path, setup.trust_remote_code)
+        images = _prepare_images(setup.model_path, model_config, setup.trust_remote_code)
+        return WorkerPart(build_engine_args(setup, images is not None))
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt; cancelling the caller aborts the request.
@@ -310,7 +323,7 @@ class VllmRollout(BaseRollout):
             expected = await self._expect()
             try:
                 await self._pause()
-                report = await load_weights(self._llm, buckets, expected, version)
+                report = await load_weights(self._llm, buckets, expected, version, self.setup.node)
                 if self._adapter is not None:
                     self._adapter.write_zeros()
                     await self._load_adapter(self._adapter)

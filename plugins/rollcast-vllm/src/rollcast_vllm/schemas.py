@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from rollcast.contracts.config import Gt, Le, Positive, config
 from rollcast_serving.engines.schema import AdapterRolloutConfig
@@ -14,6 +15,22 @@ __all__ = ["VllmRolloutConfig"]
 class VllmRolloutConfig(AdapterRolloutConfig):
     """Keys of the vLLM rollout, in addition to those of engines with adapters. Names are verl's, otherwise vLLM's."""
 
+    device_arguments: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_size": "tensor_model_parallel_size",
+        "pipeline_parallel_size": "pipeline_model_parallel_size",
+        "data_parallel_size": "data_parallel_size",
+        "enable_expert_parallel": "expert_parallel_size",
+        **dict.fromkeys(
+            [
+                *("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend", "device_ids"),
+                *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
+                *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend"),
+                *("data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb"),
+                *("prefill_context_parallel_size", "enable_elastic_ep", "elastic_ep_max_dp_size"),
+            ],
+            "",
+        ),
+    }
     name: str = "vllm"
     """Registry name of the rollout."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5

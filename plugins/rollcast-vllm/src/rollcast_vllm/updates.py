@@ -9,10 +9,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError
 from rollcast_serving.engines.updates import dump_remote, join_reports, same_report, share_buckets
 from rollcast_serving.model_weights import ModelWeights
+from rollcast_vllm.engine import call_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +23,7 @@ __all__ = ["load_weights"]
 
 
 async def load_weights(
-    llm: Any, buckets: Iterable[Sequence[tuple[str, Tensor]]], expected: ModelWeights, version: int
+    llm: Any, buckets: Iterable[Sequence[tuple[str, Tensor]]], expected: ModelWeights, version: int, node: EngineNode
 ) -> WeightReport:
     """Load a whole model into a paused engine.
 
@@ -35,14 +37,17 @@ async def load_weights(
         WeightSyncError: the weights do not fit the model. The engine then holds a mixture of old and new weights.
     """
     start = time.perf_counter()
-    pickled = dump_remote(buckets, lambda: pickle.dumps((expected, buckets)))
+    pickled = None
+    # The processes of several data-parallel engines do not know their number among all.
+    if llm.vllm_config.parallel_config.data_parallel_size == 1:
+        pickled = dump_remote(buckets, lambda: pickle.dumps((expected, buckets)), node)
     try:
         if pickled is not None:
             report = same_report(await _call(llm, "rollcast_load_all", pickled, version), version)
         else:
             await _call(llm, "rollcast_load_begin", pickle.dumps(expected))
             parts: list[WeightReport] = []
-            async with aclosing(share_buckets(buckets)) as shared:
+            async with aclosing(share_buckets(buckets, node)) as shared:
                 async for bucket in shared:
                     answers = await _call(llm, "rollcast_load_bucket", pickle.dumps(bucket), version)
                     parts.append(same_report(answers, version))
@@ -66,7 +71,7 @@ async def _call(llm: Any, method: str, *args: Any) -> list[Any]:
     Raises:
         RollcastError: a worker's error.
     """
-    answers = [pickle.loads(answer) for answer in await llm.collective_rpc(method, args=args)]
+    answers = [pickle.loads(answer) for answer in await call_workers(llm, method, *args)]
     for answer in answers:
         if isinstance(answer, RollcastError):
             raise answer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
-from rollcast_serving.bucket_memory import SharedBucket
+from rollcast_serving.bucket_memory import ServedBucket, SharedBucket
 from rollcast_serving.model_weights import ModelWeights, UpdateCheck
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 
@@ -36,11 +36,22 @@ class WeightsExtension:
 
     def rollcast_watch_parent(self, pid: int) -> None:
         """End this process when the process ``pid`` is gone: if that process is killed, it cannot stop its engine."""
+        if self.vllm_config.parallel_config.node_rank > 0:
+            return  # another node's process, and this one ends with its own node's part
         try:
             parent = os.pidfd_open(pid)
         except (AttributeError, OSError):
             return  # not Linux, or an old kernel
         threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
+
+    def rollcast_allocate_inputs(self) -> None:
+        """Allocate what a pipeline stage receives from the one before; on a CPU vLLM 0.32 does not, and fails."""
+        runner = self.model_runner
+        if runner.intermediate_tensors is None:
+            dtype, model = runner.model_config.dtype, runner.get_model()
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=dtype, device=runner.device
+            )
 
     def rollcast_neutralize(self, placeholder_ids: list[int], neutral_id: int) -> None:
         """Make the model read sampled placeholders, for which there is no image, as the token ``neutral_id``."""
@@ -67,10 +78,10 @@ class WeightsExtension:
         return _answer(begin)
 
     def rollcast_load_bucket(self, pickled: bytes, version: int) -> bytes:
-        """Load one :class:`SharedBucket`; return a report or an error."""
+        """Load one bucket, which is read where it is; return a report or an error."""
 
         def load() -> WeightReport:
-            bucket: SharedBucket = pickle.loads(pickled)
+            bucket: SharedBucket | ServedBucket = pickle.loads(pickled)
             return self._present_load().take(bucket, version)
 
         return _answer(load)

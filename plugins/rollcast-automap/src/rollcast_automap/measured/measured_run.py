@@ -15,6 +15,7 @@ from rollcast.errors import ConfigError, DataError
 from rollcast_automap.composition import ahead, find_trained, pool_bytes, step_seconds
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.run_lengths import read_run_lengths
+from rollcast_automap.memory.memory_facts import rollout_mesh
 from rollcast_automap.memory.role_specs import micro_batch_rows
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
@@ -158,12 +159,8 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
     for role in problem.roles:
         pool = pools[task.pools.mapping[place_of(role.name, task.uses_replicas)]]
         if role.kind == "generates":
-            sizes = ParallelSizes(task.rollout.tensor_model_parallel_size)
-            # A rollout in the actor's processes has one copy of the model per data-parallel part.
-            sizes = sizes if task.uses_replicas else ParallelSizes.read(task.engine)
-            placements.append(
-                Placement(role.name, pool.name, Mesh(sizes.data(pool.devices), sizes.model), _slots(task))
-            )
+            mesh = rollout_mesh(task, pool.devices)
+            placements.append(Placement(role.name, pool.name, mesh, _slots(task)))
             continue
         sizes = ParallelSizes.read(task.role_engine(role.name))
         mesh = Mesh(sizes.data(pool.devices), sizes.tensor, sizes.pipeline)

@@ -36,7 +36,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import RefConfig
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["format_bytes", "placed_roles", "plan_memory"]
+__all__ = ["format_bytes", "placed_roles", "plan_memory", "rollout_mesh"]
 
 #: Usable fraction of a device; the rest is for the allocator's gaps, as `constraints.headroom` of `rollcast map`.
 _USABLE = 1 - Constraints().headroom
@@ -173,7 +173,7 @@ class _PoolMemory:
             process = find_process_memory(role, self._on_cpu)
             try:
                 return list_rollout_items(
-                    role, self._actor, _rollout_mesh(task, self._ranks), self._ranks, cache, process, task.rollout.mode
+                    role, self._actor, rollout_mesh(task, self._ranks), self._ranks, cache, process, task.rollout.mode
                 )
             except ReplicaTooLargeError as error:
                 raise _describe_too_large(task, error, self._device_bytes or 0) from error
@@ -210,10 +210,16 @@ class _PoolMemory:
         return self._sizes[title].parameters * self.roles[title].model.dtype_bytes
 
 
-def _rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
-    """Return the mesh of the rollout; in the actor's processes it has one copy per data-parallel part."""
-    sizes = ParallelSizes(task.rollout.tensor_model_parallel_size)
-    sizes = sizes if task.uses_replicas else ParallelSizes.read(task.engine)
+def rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
+    """Return the mesh of the rollout; in the actor's processes it has one copy per data-parallel part.
+
+    Data-parallel copies of attention within a replica count as copies of the whole model, which for a mixture of
+    experts is an upper bound.
+    """
+    if task.uses_replicas:
+        sizes = ParallelSizes.read(task.rollout)
+        return Mesh(sizes.data(ranks), sizes.tensor, sizes.pipeline)
+    sizes = ParallelSizes.read(task.engine)
     return Mesh(sizes.data(ranks), sizes.model)
 
 
@@ -222,7 +228,7 @@ def _describe_too_large(task: TaskRunner, error: ReplicaTooLargeError, device_by
     return ConfigError(
         f"rollout.{key}={getattr(task.rollout, key):g} of a device of {device_bytes / 2**30:.0f} GiB is "
         f"{error.room / 2**30:.1f} GiB, but a replica's weights take {error.weights / 2**30:.1f} GiB on each of its "
-        f"{task.rollout.tensor_model_parallel_size} devices, and its process {error.process / 2**30:.1f} GiB; "
+        f"{task.rollout.replica_size} devices, and its process {error.process / 2**30:.1f} GiB; "
         f"raise rollout.{key} or rollout.tensor_model_parallel_size"
     )
 

@@ -204,8 +204,10 @@ def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
     return layout.computed * (whole - max(size.layers - 2, 0) * size.layer if layout.reshards else whole)
 
 
-def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, computed: int, tensor: int = 1) -> int:
-    """Return the bytes of the KV cache on each of ``tensor`` devices.
+def count_kv_cache(
+    size: ModelSize, rows: int, row_tokens: int, computed: int, tensor: int = 1, pipeline: int = 1
+) -> int:
+    """Return the bytes of the KV cache on each of ``tensor`` x ``pipeline`` devices.
 
     Args:
         size: sizes of the model.
@@ -213,9 +215,10 @@ def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, computed: int, t
         row_tokens: tokens of each sequence.
         computed: bytes per element.
         tensor: devices that share the KV heads; with more devices than heads, each device holds one head.
+        pipeline: stages that share the layers.
     """
     heads = max(-(-size.kv_heads // tensor), 1)
-    return rows * row_tokens * 2 * size.layers * heads * size.head_dim * computed
+    return rows * row_tokens * 2 * -(-size.layers // pipeline) * heads * size.head_dim * computed
 
 
 def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> int:

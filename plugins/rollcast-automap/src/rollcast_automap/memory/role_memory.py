@@ -207,9 +207,9 @@ def list_rollout_items(
         kept = count_kv_cache(size, rows, cache.row_tokens, computed)
         items = _weights_in_process(size, trained, mesh, devices)
         return [*items, MemoryItem("rollout: KV cache", kept, "generate", is_bound=True)]
-    weights = -(-size.parameters * computed // (mesh.tensor * mesh.pipeline))
+    weights = parameters_on_rank(size, EngineLayout(1, tensor=mesh.tensor, pipeline=mesh.pipeline)) * computed
     phase: Phase = "generate" if mode == "hybrid" and layout.releases_memory else "held"
-    needed = count_kv_cache(size, rows, cache.row_tokens, computed, mesh.tensor)
+    needed = count_kv_cache(size, rows, cache.row_tokens, computed, mesh.tensor, mesh.pipeline)
     is_bound = layout.cache_bytes is None
     if layout.cache_bytes is not None:
         needed = layout.cache_bytes
@@ -219,7 +219,8 @@ def list_rollout_items(
         if left <= 0:
             raise ReplicaTooLargeError(room, weights, process.total)
         # Rows that do not fit wait in the engine's queue, so room for all rows at their mean length is enough.
-        needed = max(left, count_kv_cache(size, rows, round(cache.mean_tokens), computed, mesh.tensor))
+        mean = round(cache.mean_tokens)
+        needed = max(left, count_kv_cache(size, rows, mean, computed, mesh.tensor, mesh.pipeline))
     items = [
         MemoryItem("rollout: weights", weights, phase),
         MemoryItem("rollout: KV cache", needed, phase, is_bound=is_bound),

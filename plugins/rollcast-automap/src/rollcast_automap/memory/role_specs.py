@@ -10,7 +10,7 @@ from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.mapping import ModelFacts, RoleKind, RoleSpec, RolloutLayout, TrainingLayout
 from rollcast_automap.memory.engine_layout import describe_engine
 from rollcast_automap.memory.memory_model import KL_LOGIT_COPIES, LOGIT_COPIES, ModelSize, count_adapter, measure_model
-from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size
+from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes, data_parallel_size
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import CriticConfig, RefConfig, RewardModelConfig
@@ -136,7 +136,7 @@ def _rollout_bytes(task: TaskRunner, computed: int, on_cpu: bool) -> int:
     dtype = task.rollout_dtype
     if dtype in _BYTES:
         return _BYTES[dtype]
-    return computed if on_cpu or task.placement.device != "cuda" else 2
+    return computed if on_cpu or task.placement.device in ("auto", "cpu") else 2
 
 
 def _rollout_layout(task: TaskRunner, on_cpu: bool) -> RolloutLayout:
@@ -175,8 +175,8 @@ def compares_vocabularies(trainer: LoopTrainer) -> bool:
 
 
 def count_replicas(task: TaskRunner, ranks: int) -> int:
-    """Return the number of engines that generate on ``ranks`` ranks; without replicas, every rank is one."""
-    return max(ranks // task.rollout.tensor_model_parallel_size, 1) if task.uses_replicas else ranks
+    """Return the number of copies that generate on ``ranks`` ranks; without replicas, every rank has one."""
+    return ParallelSizes.read(task.rollout).data(ranks) if task.uses_replicas else ranks
 
 
 def slots_of(task: TaskRunner, algebra: BatchAlgebra, ranks: int) -> int:

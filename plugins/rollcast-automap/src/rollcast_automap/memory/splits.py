@@ -48,6 +48,7 @@ def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
         ("actor.engine.pipeline_model_parallel_size", stages, size.layers, "layers"),
         ("actor.engine.virtual_pipeline_model_parallel_size", chunks, size.layers // stages, "layers in each stage"),
         ("actor.engine.ulysses_sequence_parallel_size", ulysses, size.heads, "attention heads"),
+        ("rollout.pipeline_model_parallel_size", task.rollout.pipeline_model_parallel_size, size.layers, "layers"),
         ("rollout.tensor_model_parallel_size", task.rollout.tensor_model_parallel_size, size.heads, "attention heads"),
     ):
         if number % value:

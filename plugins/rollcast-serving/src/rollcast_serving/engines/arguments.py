@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.device import CPU, current_device
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError
 from rollcast_serving.requests import ModelLimits
 
 __all__ = [
     "bind_threads",
+    "check_device_arguments",
     "has_gpu",
     "join_arguments",
     "limit_positions",
@@ -42,22 +44,37 @@ def join_arguments(
         ConfigError: a key of ``rollout.engine_kwargs`` is set by rollcast, or is not an argument of the engine.
     """
     extra: dict[str, Any] = dict(config.engine_kwargs)
+    check_device_arguments(config)
     for key in extra:
         if key in own:
             name = names.get(key, key)
-            problem = (
-                f": set rollout.{name} instead"
-                if hasattr(config, name)
-                else f": set {_MODEL_KEYS[key]} instead"
-                if key in _MODEL_KEYS
-                else " cannot be set: rollcast depends on its value"
-            )
-            raise ConfigError(f"rollout.engine_kwargs.{key}{problem}")
+            instead = f"rollout.{name}" if hasattr(config, name) else _MODEL_KEYS.get(key, "")
+            raise ConfigError(f"rollout.engine_kwargs.{key}{_instead(instead)}")
         if known and key not in known:
             near = difflib.get_close_matches(key, known, 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"rollout.engine_kwargs.{key} is not an argument of {of}{hint}")
     return {**extra, **own}
+
+
+def check_device_arguments(config: Any, section: str = "rollout") -> None:
+    """Check that ``engine_kwargs`` leaves the engine's devices as the placement assigns them.
+
+    Args:
+        config: a ``rollout`` section; one without ``engine_kwargs`` passes.
+        section: dotted key of the section.
+
+    Raises:
+        ConfigError: an argument changes their number or choice; the message names the key to set instead.
+    """
+    for key in getattr(config, "engine_kwargs", {}):
+        if key in config.device_arguments:
+            name = config.device_arguments[key]
+            raise ConfigError(f"{section}.engine_kwargs.{key}{_instead(name and f'{section}.{name}')}")
+
+
+def _instead(key: str) -> str:
+    return f": set {key} instead" if key else " cannot be set: rollcast depends on its value"
 
 
 def starts_without_weights(setup: RolloutSetup) -> bool:
@@ -79,10 +96,8 @@ def limit_positions(limits: ModelLimits, positions: int | None, key: str) -> Mod
 
 
 def has_gpu() -> bool:
-    """Return True if an engine of this process would run on a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
+    """Return True if an engine of this process would run on an accelerator."""
+    return current_device() is not CPU
 
 
 def bind_threads(ranks: int) -> str | None:

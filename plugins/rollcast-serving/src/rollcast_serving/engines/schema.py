@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rollcast.contracts.config import Gt, Positive, config
 from rollcast.contracts.sections import RolloutConfig
@@ -13,7 +14,14 @@ __all__ = ["AdapterRolloutConfig", "EngineRolloutConfig"]
 
 @config
 class EngineRolloutConfig(RolloutConfig):
-    """Keys of a rollout that runs an engine. Names are verl's where verl has one."""
+    """Keys of a rollout that runs an engine. Names are verl's where verl has one.
+
+    Attributes:
+        device_arguments: arguments of the engine that change the number or the choice of its devices → key of rollcast
+            that does, empty if rollcast chooses the value itself.
+    """
+
+    device_arguments: ClassVar[Mapping[str, str]] = {}
 
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
     """Dtype of weights and activations; `auto` is float32 on a CPU, and the engine's choice on a GPU. If a dtype is

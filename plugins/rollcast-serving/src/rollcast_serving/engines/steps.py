@@ -15,6 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
 from rollcast_serving.engines.updates import dump_remote, join_reports, same_report, share_buckets
@@ -85,12 +86,12 @@ class StepUpdater:
             WeightSyncError: see :meth:`BaseRollout.update_weights`.
             RolloutError: the engine failed.
         """
-        whole = dump_remote(buckets, lambda: self._encode_whole(buckets, version))
+        whole = dump_remote(buckets, lambda: self._encode_whole(buckets, version), EngineNode())
         if whole is not None:
             return await self._send(*whole)
         reports: list[WeightReport] = []
         await self._send(LoadStep(self._answer_path(), version, self._weights))
-        async with aclosing(share_buckets(buckets)) as shared:
+        async with aclosing(share_buckets(buckets, EngineNode())) as shared:
             async for bucket in shared:
                 reports.append(await self._send(LoadStep(self._answer_path(), version, buckets=bucket)))
         await self._send(LoadStep(self._answer_path(), version, ends=True))

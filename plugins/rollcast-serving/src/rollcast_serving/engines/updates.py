@@ -7,9 +7,10 @@ import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
-from rollcast_serving.bucket_memory import BucketMemory, SharedBucket
+from rollcast_serving.bucket_memory import BucketMemory, ServedBucket, SharedBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +21,14 @@ Buckets = Iterable[Sequence[tuple[str, "Tensor"]]]
 T = TypeVar("T")
 
 
-def dump_remote(buckets: Buckets, dump: Callable[[], T]) -> T | None:
+def dump_remote(buckets: Buckets, dump: Callable[[], T], node: EngineNode) -> T | None:
     """Return ``dump()``, which pickles the buckets, if the engine's processes can iterate over them themselves.
 
     Returns:
-        None if the buckets exist only in this process; see :func:`share_buckets`.
+        None if the buckets exist only in this process, or can be read only on its node; see :func:`share_buckets`.
     """
     # Tensors of this process would all be copied into the pickle at once.
-    if isinstance(buckets, (list, tuple, Iterator)):
+    if node.nodes > 1 or isinstance(buckets, (list, tuple, Iterator)):
         return None
     try:
         return dump()
@@ -35,13 +36,17 @@ def dump_remote(buckets: Buckets, dump: Callable[[], T]) -> T | None:
         return None
 
 
-async def share_buckets(buckets: Buckets) -> AsyncGenerator[SharedBucket, None]:
+async def share_buckets(buckets: Buckets, node: EngineNode) -> AsyncGenerator[SharedBucket | ServedBucket, None]:
     """Yield buckets one by one in memory that the engine's processes map; each is valid until the next.
+
+    Args:
+        buckets: buckets that this process can read.
+        node: this process's place in the engine; if the engine spans nodes, its processes fetch the buckets.
 
     Raises:
         WeightSyncError: a bucket cannot be read from its source.
     """
-    memory = BucketMemory()
+    memory = BucketMemory(node.host if node.nodes > 1 else None)
     source = iter(buckets)
     try:
         # In another thread, because the source may wait for a sender.
@@ -51,7 +56,9 @@ async def share_buckets(buckets: Buckets) -> AsyncGenerator[SharedBucket, None]:
         memory.close()
 
 
-def _next_bucket(source: Iterator[Sequence[tuple[str, Tensor]]], memory: BucketMemory) -> SharedBucket | None:
+def _next_bucket(
+    source: Iterator[Sequence[tuple[str, Tensor]]], memory: BucketMemory
+) -> SharedBucket | ServedBucket | None:
     try:
         bucket = next(source, None)
     except RollcastError:

@@ -37,6 +37,7 @@ from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
+from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_quantization, check_world_sizes
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
@@ -45,6 +46,7 @@ from rollcast_serving.requests import check_sampling, check_token_ids, configure
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
+from rollcast_serving.shapes import ReplicaShape
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
@@ -109,6 +111,7 @@ class TaskRunner:
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         check_quantization(self.rollout, self.rollout_class)
+        check_device_arguments(self.rollout)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
             check_sampling(key, configured_sampling(self.rollout, 1, validation), self.rollout_class.capabilities)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
@@ -116,8 +119,9 @@ class TaskRunner:
         self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
         rollout_pool = self.pools.get_resource_pool(Role.ROLLOUT)
         own_pool, processes = self.has_own_pool(Role.ROLLOUT), rollout_pool.process_on_nodes
-        check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
+        on_devices = rollout_pool.use_gpu
+        check_places(choice, not self.uses_replicas, own_pool, processes, on_devices, rollout.multi_node)
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
         if self.replay_of is not None:
             self._leave_out_replicas()
@@ -155,10 +159,9 @@ class TaskRunner:
 
     def _choice(self) -> Choice:
         rollout = self.rollout
-        size = rollout.tensor_model_parallel_size
         trains_adapter = self.model.trains_adapter
         names = (self.engine.name, rollout.name, rollout.mode, rollout.weight_sync)
-        return Choice(*names, size, trains_adapter, rollout.update_in_flight)
+        return Choice(*names, ReplicaShape.of(rollout), trains_adapter, rollout.update_in_flight)
 
     def section(self, path: str, schema: type) -> Any:
         """Return a section of the config as an instance of its dataclass.
