@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from rollcast.config import compose
 from rollcast.contracts.rollout import RolloutMode, rollouts
 from rollcast.errors import ConfigError, DataError, PluginNotFoundError, ResourceError
+from rollcast_automap.composition import makespan
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.run_lengths import measure_prompts, read_run_lengths
 from rollcast_automap.map_command import app
@@ -55,6 +56,22 @@ def test_the_best_mapping_comes_first_with_its_parts(small_task: SmallTask, tmp_
         assert role["data"] == sum(best["pools"][role["pool"]])
     fewer = rows(small_task, tmp_path, *CRITIC, *CPUS, "cluster.devices_per_node=1")[0]
     assert fewer["step_seconds"] > best["step_seconds"]
+
+
+def test_a_step_is_priced_with_the_overlaps_of_the_trainer(small_task: SmallTask, tmp_path: Path) -> None:
+    """The trainer's own overlaps are held in test_trainer_handles.py."""
+    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path, *CRITIC, "trainer.total_steps=1")))
+    problem = build_problem(trainer, build_cluster(ClusterConfig(nodes=1, device="cpu", devices_per_node=4)))
+    waits = {stage.name: set(stage.waits_for) for stage in problem.stages}
+    assert waits["values"] == waits["ref_log_prob"] == {"rollout"}
+    assert waits["update_critic"] == {"rollout", "values"}
+    assert waits["update_actor"] == {*waits, "rollout"} - {"update_critic", "update_actor"}
+    seconds = {"rollout": 5.0, "old_log_prob": 1.0, "ref_log_prob": 2.0, "values": 1.0, "update_critic": 6.0}
+    seconds = {name: seconds.get(name, 4.0) for name in waits}
+    apart = {"actor": "a", "rollout": "a", "ref": "a", "critic": "b"}
+    actor_passes = sum(seconds[name] for name in waits if name not in ("rollout", "values", "update_critic"))
+    assert makespan(problem, apart, seconds) == 5 + max(1 + 6, actor_passes)
+    assert makespan(problem, dict.fromkeys(apart, "a"), seconds) == sum(seconds.values())
 
 
 def test_planners_agree_on_a_small_problem(small_task: SmallTask, tmp_path: Path) -> None:

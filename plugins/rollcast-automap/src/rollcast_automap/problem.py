@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping as MappingType
 from typing import get_args
 
 from rollcast.contracts.engine import EngineCapabilities, engines
@@ -112,24 +112,41 @@ def build_problem(
 
 
 def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
-    """Return the stages that run a model: generation, then forward passes over the responses, then updates."""
-    found: dict[StageKind, list[StageSpec]] = {"generate": [], "forward": [], "update": []}
+    """Return the stages that run a model, in the order in which the trainer starts them.
+
+    As in the trainer's loop, a stage is a call in flight: it waits for the stages whose columns it reads. A stage of
+    the driver reads its columns before any later stage starts.
+    """
+    ordered: list[StageSpec] = []
+    #: Column → priced stages that it comes from.
+    sources: dict[str, frozenset[str]] = {}
+    read: frozenset[str] = frozenset()
     for place in trainer.places:
+        reads = place.spec.reads if place.name not in _PRICED else (*place.spec.reads, *place.spec.optional)
+        waits_for = read.union(*(names for column in reads for names in _of_column(sources, column)))
         if place.name in _PRICED:
             role, kind = _PRICED[place.name]
-            found[kind].append(StageSpec(place.name, role, kind))
-        elif place.spec.roles and place.name not in ("log_prob_check", "reward_baselines"):
+            waits = tuple(stage.name for stage in ordered if stage.name in waits_for)
+            ordered.append(StageSpec(place.name, role, kind, waits))
+            waits_for = frozenset({place.name})
+            read = waits_for if kind == "generate" else read
+        elif not place.spec.roles:
+            read = waits_for
+        elif place.name not in ("log_prob_check", "reward_baselines"):
             raise ConfigError(
                 f"stage {place.name} calls the roles {', '.join(place.spec.roles)}, but rollcast map has no cost for it"
             )
-    if not found["generate"]:
+        sources |= dict.fromkeys(place.spec.writes, waits_for)
+    if not any(stage.kind == "generate" for stage in ordered):
         raise ConfigError(f"trainer.name={trainer.task.trainer.name} generates nothing; map a trainer such as ppo")
-    before: tuple[str, ...] = ()
-    ordered: list[StageSpec] = []
-    for kind in ("generate", "forward", "update"):
-        ordered += [replace(stage, waits_for=before) for stage in found[kind]]
-        before = (*before, *(stage.name for stage in found[kind]))
     return tuple(ordered)
+
+
+def _of_column(sources: MappingType[str, frozenset[str]], column: str) -> list[frozenset[str]]:
+    """Return the priced stages behind each writer of a column; a written name that ends with ``/`` is a prefix."""
+    return [
+        stages for name, stages in sources.items() if name == column or (name.endswith("/") and column.startswith(name))
+    ]
 
 
 def _role(trainer: LoopTrainer, name: str, cluster: Cluster) -> RoleSpec:
