@@ -69,6 +69,11 @@ def test_value_is_not_a_section() -> None:
         ("reward.reward_kwargs=5", "reward.reward_kwargs must be a mapping, got 5"),
         ("trackers=console", "trackers must be a list of strings, got 'console'"),
         ("run_dir=null", "run_dir must be a string, got null"),
+        (
+            "run_dir=s3://bucket/run",
+            "run_dir must be a path on this machine, got the URL 's3://bucket/run'; mount the file system, or give a "
+            "local path",
+        ),
         ("runtime.num_cpus=two", "runtime.num_cpus must be an integer or null, got 'two'"),
         ("placement.nnodes=[1]", "placement.nnodes must be an integer, got [1]"),
         ("trainer.seed=true", "trainer.seed must be an integer, got True"),

@@ -19,14 +19,17 @@ from rollcast.contracts.config import (
     Hosts,
     Le,
     Len,
+    LocalPath,
     Lt,
     OnAccelerator,
+    OnThisMachine,
     OptionOf,
     config,
     field_docs,
     flatten,
 )
 from rollcast.contracts.device import CPU
+from rollcast.contracts.storage import is_url
 from rollcast.errors import ConfigError
 
 __all__ = [
@@ -57,8 +60,8 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 class RootConfig:
     """Keys at the top level of the config."""
 
-    run_dir: str = "runs/run"
-    """Folder for all files that the run writes."""
+    run_dir: LocalPath = "runs/run"
+    """Folder for all files that the run writes; no URL."""
     trackers: list[str] = field(default_factory=list)
     """Registry names of the trackers."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -431,7 +434,23 @@ def validate_section(
             return None
         raise ConfigError(_refusal(schema, (found or error.errors())[0], own, path, origins)) from error
     _refuse_bools(schema, own, path, origins)
+    _refuse_urls(schema, own, path, origins)
     return instance
+
+
+def _refuse_urls(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:
+    """Reject a URL where a local path is expected, because the file system would take it for a relative path."""
+    for name, kind in field_types(schema).items():
+        inner, value = dataclass_in(kind), own.get(name)
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_urls(inner, value, _join(path, name), origins)
+        is_local = any(isinstance(mark, OnThisMachine) for option in _options(kind) for mark in _unwrap(option)[1])
+        if is_local and isinstance(value, str) and is_url(value):
+            key = _join(path, name)
+            raise ConfigError(
+                f"{_where(key, origins)}{key} must be a path on this machine, got the URL {value!r}; mount the file "
+                "system, or give a local path"
+            )
 
 
 def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:

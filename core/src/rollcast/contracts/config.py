@@ -39,9 +39,11 @@ __all__ = [
     "Hosts",
     "Le",
     "Len",
+    "LocalPath",
     "Lt",
     "NonNegative",
     "OnAccelerator",
+    "OnThisMachine",
     "OptionOf",
     "Positive",
     "PositiveOrOff",
@@ -66,6 +68,15 @@ Temperature = Annotated[float, Ge(0), Lt(math.inf)]
 """A sampling temperature: a finite number of at least 0; 0 is greedy."""
 Fraction = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class OnThisMachine:
+    """A marker for a config field with a path that cannot be a URL; see :data:`LocalPath`."""
+
+
+LocalPath = Annotated[str, OnThisMachine()]
+"""A path of a file system that is mounted on this machine. A URL such as `s3://bucket/run` is refused."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal
 
-from rollcast.contracts.config import Fraction, Positive, PositiveOrOff, Seconds, config
+from rollcast.contracts.config import Fraction, LocalPath, Positive, PositiveOrOff, Seconds, config
 from rollcast.contracts.session import Budget
 
 __all__ = ["AgentConfig", "StragglersConfig"]
@@ -37,7 +37,7 @@ class AgentConfig(Budget):
     """Tools by registry name, with their options. The option `path` (`file.py:function` or `module:function`) uses
     that function as a tool with this name.
     """
-    tool_config_path: str | None = None
+    tool_config_path: LocalPath | None = None
     """YAML file of further tools, in verl's format."""
     mcp_servers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """MCP servers whose tools the model may call: name to `url`, or to `command` with `args`, `env` and `cwd`."""
@@ -53,7 +53,7 @@ class AgentConfig(Budget):
     """Registry name of the environment; null for none."""
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the environment."""
-    interaction_config_path: str | None = None
+    interaction_config_path: LocalPath | None = None
     """YAML file of interactions, in verl's format; the loop `environment` uses them instead of an environment."""
     environment_timeout_s: Seconds = 60.0
     """Timeout of one call to the environment in seconds; after it the rollout fails."""

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from rollcast import build_section
-from rollcast.contracts.config import NonNegative, Positive, PositiveOrOff, config
+from rollcast.contracts.config import LocalPath, NonNegative, Positive, PositiveOrOff, config
 
 __all__ = ["DataConfig", "build_data_config"]
 
@@ -67,9 +67,9 @@ class DataConfig:
     in its row."""
     preprocess: str | None = None
     """Registry name of a preprocessor, run before training if `preprocess_dir` lacks the files; null for none."""
-    preprocess_dir: str | None = None
+    preprocess_dir: LocalPath | None = None
     """Folder that the preprocessor writes into."""
-    preprocess_source: str | None = None
+    preprocess_source: LocalPath | None = None
     """Folder that the preprocessor reads; null if it generates its data."""
 
 

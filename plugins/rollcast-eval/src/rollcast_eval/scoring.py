@@ -550,8 +550,8 @@ class RewardScorer:
         heads = [finals.get(rollout, index.index(rollout)) for rollout in dict.fromkeys(index)]
         outcomes = Outcomes(reward_name(self.reward), [samples[row] for row in heads], self._settings)
         for place, row in enumerate(heads):
-            problem = by_rollout.get(index[row])
-            outcomes.add(place, results[row] if problem is None else Failure("value", problem))
+            found_problem = by_rollout.get(index[row])
+            outcomes.add(place, results[row] if found_problem is None else Failure("value", found_problem))
         found = [
             RewardResult(0.0, correct=False) if index[row] in by_rollout else each for row, each in enumerate(results)
         ]

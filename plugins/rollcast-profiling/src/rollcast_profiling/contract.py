@@ -20,7 +20,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollcast.contracts.config import config
+from rollcast.contracts.config import LocalPath, config
 from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["BaseProfiler", "ProfilerConfig", "profilers"]
@@ -42,7 +42,7 @@ class ProfilerConfig:
     """Profile all ranks instead."""
     roles: list[str] = field(default_factory=list)
     """Profile only pools with one of these roles; empty for all pools."""
-    save_path: str | None = None
+    save_path: LocalPath | None = None
     """Folder of the files; null for `RUN_DIR/profiles`."""
 
 

@@ -10,7 +10,18 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Fraction, Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
+from rollcast.contracts.config import (
+    Fraction,
+    Ge,
+    Gt,
+    Hosts,
+    LocalPath,
+    NonNegative,
+    OptionOf,
+    Positive,
+    PositiveOrOff,
+    config,
+)
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.contracts.storage import NodePath
 from rollcast.errors import ConfigError
@@ -343,7 +354,7 @@ class PpoTrainerConfig(TrainerConfig):
     """
     admission: str = "windowed_fifo"
     """Registry name of the rule that paces rollouts if `max_staleness` is above 0."""
-    replay: str | None = None
+    replay: LocalPath | None = None
     """Run directory of a run with `runtime.record_trajectories`: train on its recorded rollouts and rewards instead
     of generating.
     """
