@@ -19,6 +19,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.export import write_folder
+from rollcast_engine.hf import holds_weights
 from rollcast_engine.safetensors_writer import SafetensorsWriter
 from rollcast_engine.weights import INDEX_FILE, WeightFolder
 from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
@@ -227,3 +228,24 @@ def test_a_model_that_transformers_rearranges_keeps_its_layout_in_files(tmp_path
     assert ours == theirs
     opened = plain_weights(plain_model(tmp_path / "output"))
     assert all(torch.equal(opened[name], tensor) for name, tensor in changed.items())
+
+
+def test_an_export_has_the_models_companions_and_only_trained_weights(tmp_path: Path) -> None:
+    """Named templates, processors and code in subfolders stay; weights in any format are those of the first model."""
+    source, output = tmp_path / "model", tmp_path / "model" / "runs" / "export"
+    trained = plain_weights(plain_model(tiny_model_folder(source)))
+    kept = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "modeling_own.py", "code/extra.py"]
+    kept += ["audio_tokenizer/preprocessor_config.json", "audio_tokenizer/config.json", "tokenizer.bin"]
+    foreign = ["tf_model.h5", "flax_model.msgpack", "model.gguf", "consolidated.00.pth", "pytorch_model.bin", "rest.pt"]
+    foreign += ["original/params.json", "original/consolidated.00.pth", "onnx/model.onnx", "onnx/config.json"]
+    foreign += ["tf_model.h5.index.json", "adapter_config.json", "adapter_model.bin", ".cache/lock", "rust_model.ot"]
+    for name in (*kept, *foreign):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    output.mkdir(parents=True)
+    (output / "model.gguf").write_text("an earlier export's")
+    write_folder(output, ModelConfig(str(source)), "language_model", iter(trained.items()))
+    files = {str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()}
+    assert set(kept) <= files and not set(foreign) & files
+    assert {name for name in files if holds_weights(Path(name))} == {"model.safetensors"}
+    assert not any(name.startswith("runs") for name in files)

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from rollcast.contracts.weights import find_stacked, split_stacked
 from rollcast.errors import CheckpointError
 from rollcast_engine.hf import (
-    WEIGHT_PATTERNS,
     ValueModel,
     checkpoint_parameters,
+    holds_weights,
     is_converted,
     load_hf_config,
     parameters_by_name,
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["build_skeleton", "write_folder"]
 
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
-#: Endings of files with weights in any format, and of their indexes. Those of the first model are not trained.
-_WEIGHT_ENDINGS = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".distcp"),
-    *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".ot", ".gguf", ".ggml", ".npz", ".nemo"),
-    *(".onnx", ".onnx_data", ".tflite", ".mlmodel", ".mlpackage", ".engine"),
-)
 
 
 def write_folder(
@@ -49,7 +43,7 @@ def write_folder(
     is_writer: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write config, ``model*.safetensors`` and the other files of ``model.path`` (tokenizer, custom code).
+    """Write config, ``model*.safetensors`` and the other files of ``model.path`` (tokenizer, templates, custom code).
 
     At most one tensor is held in memory, besides what ``tensors`` itself needs. For models whose names or file layout
     transformers converts in other ways than to stack experts, all tensors are held.
@@ -152,25 +146,31 @@ def _write_config(path: Path, skeleton: Any, dtype: torch.dtype) -> None:
 
 def _remove_weights(path: Path) -> None:
     """Delete the weights of an earlier export, which would otherwise be loaded along with the new ones."""
-    for pattern in WEIGHT_PATTERNS:
-        for file in path.glob(pattern):
+    for file in [*path.iterdir()]:
+        if file.is_file() and holds_weights(file):
             file.unlink()
 
 
-def _copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, templates, processors and custom code. A subfolder that has weights is another form of the first
-    model, and stays behind.
+def _copy_companions(source: Path, target: Path, own: str = "config.json") -> None:
+    """Copy tokenizer, templates, processor and custom code, with their subfolders, but no weights in any format.
+
+    A subfolder with weights, such as ``original`` or ``onnx``, is another copy of the untrained model and is left out.
+
+    Args:
+        own: name of a file that the export writes itself.
     """
     if source.resolve() == target.resolve():
         return
     for file in sorted(source.iterdir()):
-        if file.name.startswith(".") or file.name == "config.json":
+        if file.name.startswith(".") or file.name == "__pycache__":
             continue
-        if file.is_file() and not _has_weights(file):
+        if file.is_file() and not holds_weights(file) and file.name != own:
+            target.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target / file.name)
-        elif file.is_dir() and not any(map(_has_weights, file.rglob("*"))):
-            shutil.copytree(file, target / file.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+        elif file.is_dir() and not file.is_symlink() and not _is_model(file, target):
+            _copy_companions(file, target / file.name, own="")
 
 
-def _has_weights(file: Path) -> bool:
-    return file.name.endswith(_WEIGHT_ENDINGS)
+def _is_model(folder: Path, target: Path) -> bool:
+    """Return True if a subfolder holds weights, or the export itself."""
+    return target.resolve().is_relative_to(folder.resolve()) or any(map(holds_weights, folder.iterdir()))

@@ -21,6 +21,7 @@ __all__ = [
     "WEIGHT_PATTERNS",
     "ValueModel",
     "checkpoint_parameters",
+    "holds_weights",
     "is_converted",
     "load_hf_config",
     "parameters_by_name",
@@ -28,7 +29,19 @@ __all__ = [
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Files of weights that an engine can load.
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+#: Ends of the names of files with weights in any format, and of files that describe such weights.
+_WEIGHT_ENDS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"),
+    *(".onnx.data", ".pb", ".tflite", ".ot", ".index.json", "adapter_config.json"),
+)
+
+
+def holds_weights(file: Path) -> bool:
+    """Return True if a file, by its name, has weights in any format, or describes such weights, as an index does."""
+    name = file.name.lower()
+    return name.endswith(_WEIGHT_ENDS) and not name.startswith("tokenizer")
 
 
 class ValueModel(nn.Module):
