@@ -56,7 +56,7 @@ def test_agents_gateway_and_stops_see_the_tokens_of_the_dataset(folder: Path, tm
     file.write_text(f'[{{"prompt": {str(CHAT).replace(chr(39), chr(34))}, "ground_truth": "3"}}]')
     assert list(PromptDataset([file], tokenizer, {})[0].input_ids) == expected
     assert ChatTemplateRenderer(RendererSetup(str(folder))).start(CHAT).tolist() == expected
-    assert _Chat(str(folder), False).ids({"messages": CHAT}, chat=True) == [expected]
+    assert _Chat(str(folder), False).conversation(CHAT) == expected
     assert StopStrings(str(folder))._text(expected) == text
     assert read_tokenizer(folder).encode(text, add_special_tokens=False) == expected
 

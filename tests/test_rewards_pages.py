@@ -60,7 +60,7 @@ def test_functions_of_verl_and_trl(tmp_path: Path) -> None:
     assert [result.score for result in found["batch"]] == [1.0, 0.0]
     assert [result.score for result in found["trl"]] == [1.2, 1.0]
     assert found["trl"][0].extra == {"accuracy": 1.0, "only_long": 1.0, "only_long/longest": 8.0}
-    assert found["trl"][1].extra == {"accuracy": 1.0, "only_long/longest": 8.0}
+    assert found["trl"][1].extra == {"accuracy": 1.0, "only_long": None, "only_long/longest": 8.0}
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from rollcast.plugins.discovery import describe_groups
 FLOORS = [
     ("errors", "_lazy", "_version"),
     ("protocol", "plugins"),
+    ("_fork_server",),
     ("contracts",),
     ("controller",),
     ("runtime",),

@@ -38,6 +38,17 @@ class TestPromptsOfConversations(DatasetSuite):
         return write(folder, rows)
 
 
+class TestTasks(DatasetSuite):
+    """Rows of environments: without answers, and the first without a prompt."""
+
+    name = "tasks"
+    rows = 9
+    config: ClassVar[Mapping[str, Any]] = {"max_prompt_length": 24}
+
+    def write(self, folder: Path) -> list[Path]:
+        return write(folder, [{"prompt": f"{n}+{n}=" if n else "", "level": n} for n in range(9)])
+
+
 class TestSupervised(DatasetSuite):
     name = "supervised"
     rows = 11

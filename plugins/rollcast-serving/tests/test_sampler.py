@@ -13,6 +13,7 @@ from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.client import ReplicaGoneError
+from rollcast_serving.generation import GenerationContractError
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.sampler import Canary, ReplicaSampler
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
@@ -135,5 +136,5 @@ def test_the_canary_is_held_to_the_coarser_dtype(
 
 
 def test_a_log_prob_that_is_no_number_is_noticed() -> None:
-    with pytest.raises(WeightSyncError, match="canary"):
+    with pytest.raises(GenerationContractError, match="not finite"):
         check(float("nan"), Canary([5], SamplingParams(max_tokens=1), CanaryConfig(tolerance=100.0)))

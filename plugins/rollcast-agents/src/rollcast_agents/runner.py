@@ -71,7 +71,7 @@ class GuardedEnvironment(BaseEnvironment):
 
     async def done_early(self) -> bool:
         """Return True if a plain environment's episode is over after a tool call."""
-        if not isinstance(self._inner, PlainEnvironment | RemoteEnvironment):
+        if not isinstance(self._inner, PlainEnvironment | RemoteEnvironment) or self.tools is None:
             return False
         return await self._guard("is_done", self._inner.done_early(), self._limits.environment_s)
 

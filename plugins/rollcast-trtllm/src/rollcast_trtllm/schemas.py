@@ -15,6 +15,8 @@ __all__ = ["TrtllmRolloutConfig"]
 class TrtllmRolloutConfig(EngineRolloutConfig):
     """Keys of the TensorRT-LLM rollout, in addition to those of every engine. Names are verl's where verl has one."""
 
+    name: str = "trtllm"
+    """Registry name of the rollout."""
     device_arguments: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "tensor_model_parallel_size",
         "pipeline_parallel_size": "pipeline_model_parallel_size",
@@ -24,8 +26,6 @@ class TrtllmRolloutConfig(EngineRolloutConfig):
             ["context_parallel_size", "gpus_per_node", "moe_cluster_parallel_size", "orchestrator_type"], ""
         ),
     }
-    name: str = "trtllm"
-    """Registry name of the rollout."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     """Fraction of the GPU's free memory for the KV cache."""
     max_num_seqs: Positive = 256
