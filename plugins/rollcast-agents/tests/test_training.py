@@ -290,4 +290,5 @@ def test_an_environment_needs_no_answer_no_prompt_and_no_reward(task: AgentTask,
     launch(overrides)
     metrics = read_metrics(tmp_path / "run")[-1]
     assert metrics["val/samples"] == 6
-    assert metrics["val/reward"] > 0
+    # Greedy replies of random weights may have no vowel; sampled ones do.
+    assert metrics["reward/mean"] > 0
