@@ -276,7 +276,7 @@ def tests_verl(session: nox.Session) -> None:
 @nox.session
 def tests_trl(session: nox.Session) -> None:
     """Run the tests of the page on TRL with TRL installed: its losses and the fields of its configs."""
-    install(session, requirements(QUICKSTART), *TEST_TOOLS, TRL)
+    install(session, requirements(QUICKSTART) | requirements("rollcast-agents") | {"rollcast-vllm"}, *TEST_TOOLS, TRL)
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, "tests/test_trl_losses.py", "tests/test_trl_page.py")
 
