@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,17 @@ def whole_run(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     launch(small_task.ppo(run_dir))
     return run_dir
+
+
+def test_a_changed_config_is_the_engines_the_rollouts_and_the_exports(
+    small_task: SmallTask, whole_run: Path, tmp_path: Path
+) -> None:
+    changed = small_task.ppo(tmp_path / "run", "model.override_config={rms_norm_eps: 0.5}", "trainer.export=true")
+    launch(changed)
+    first, before = read_metrics(tmp_path / "run")[1], read_metrics(whole_run)[1]
+    assert first["rollout/logprob_gap_max"] < 1e-4
+    assert first["actor/grad_norm"] != pytest.approx(before["actor/grad_norm"], rel=1e-3)
+    assert json.loads((tmp_path / "run" / "export" / "config.json").read_text())["rms_norm_eps"] == 0.5
 
 
 @pytest.fixture

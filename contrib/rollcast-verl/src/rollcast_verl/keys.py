@@ -425,8 +425,21 @@ def _model(theirs: str, ours: str, engine: str) -> list[Rule]:
             f"{theirs}.hf_config_path",
             f"{theirs}.tokenizer_path",
             f"{theirs}.custom_chat_template",
-            f"{theirs}.override_config",
-            f"{theirs}.override_config.*",
+        ),
+        *(
+            _none(
+                "`model.override_config` is for the critic too, unless it has a folder of its own",
+                f"{theirs}.override_config",
+                f"{theirs}.override_config.*",
+            )
+            if here
+            else (
+                Rule(f"{theirs}.override_config.attn_implementation", "model.attn_implementation"),
+                *_none("the engine's own keys", f"{theirs}.override_config.moe_config.*"),
+                Rule(f"{theirs}.override_config.model_config.*", "model.override_config.*"),
+                Rule(f"{theirs}.override_config", "model.override_config", leaves_out=(None, {})),
+                Rule(f"{theirs}.override_config.*", "model.override_config.*"),
+            )
         ),
         *_none("plugins register by entry points", f"{theirs}.external_lib"),
         *_none("the keys `lora_*` of the model", f"{theirs}.lora.*", f"{theirs}.exclude_modules"),

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, Positive, config
-from rollcast.contracts.storage import NodePath
+from rollcast.contracts.storage import ModelPath, NodePath
 from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
@@ -64,9 +64,11 @@ ModelType = Literal["language_model", "value_model"]
 class ModelConfig:
     """A model's Hugging Face folder and the options for loading it."""
 
-    path: NodePath = "???"
+    path: ModelPath = "???"
     """Folder with `config.json` and a tokenizer, and with weights unless `random_init`; or its URL, such as
     `s3://bucket/model`, which is copied to each node."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Changes of the folder's `config.json` for trainer and rollout, such as `{rope_theta: 1000000}`."""
     use_shm: bool = False
     """Copy the folder to shared memory (`/dev/shm`) on each node."""
     random_init: bool = False

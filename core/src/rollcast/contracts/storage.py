@@ -3,7 +3,8 @@
 A path may be a URL of any file system that fsspec supports, such as ``s3://bucket/model`` or ``hdfs://host/data``. Code
 that opens files gets the path of a copy on its own node, never the URL: :class:`NodeCopies` plans the copies of a
 config section, and every worker process waits for the copies of its node before its worker is built
-(:meth:`rollcast.ClassWithInitArgs.with_options`).
+(:meth:`rollcast.ClassWithInitArgs.with_options`). A model whose ``override_config`` changes its ``config.json`` is such
+a copy too, of links to the model's files, so that every engine and tokenizer sees the same changes.
 
 Copies are kept in ``rollcast-cache-UID`` of the temporary folder, or in ``/dev/shm`` with ``use_shm``; the environment
 variable ``ROLLCAST_CACHE_DIR`` of the driver names another folder, which has to be writable on every node.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import re
@@ -28,10 +30,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from rollcast.contracts.model_config import override_model_config
 from rollcast.errors import ConfigError, ResourceError
 
 __all__ = [
     "CopiedToNode",
+    "ModelPath",
     "NodeCopies",
     "NodeCopy",
     "NodePath",
@@ -56,11 +60,18 @@ class CopiedToNode:
     """A marker for a config field with a path or URL of which every node needs a copy; see :data:`NodePath`.
 
     If the section's field ``use_shm`` is true, the copy is in shared memory, and a local path is copied too.
+
+    Attributes:
+        is_model: True for a model's folder, whose ``config.json`` the section's field ``override_config`` changes.
     """
+
+    is_model: bool = False
 
 
 NodePath = Annotated[str, CopiedToNode()]
 """A path, or a URL that is replaced by the path of a copy on each node."""
+ModelPath = Annotated[str, CopiedToNode(is_model=True)]
+"""A model's folder, or its URL, replaced by the path of a copy on each node where one is needed."""
 
 
 def is_url(path: str) -> bool:
@@ -96,17 +107,23 @@ class NodeCopy:
         target: path of the copy, the same on every node.
         fingerprint: digest of the names, sizes and versions of the source's files when the run started.
         size: size in bytes.
+        override_config: changes of the model's ``config.json`` as JSON, for a copy of links to a local folder; empty
+            for a copy of the files.
+        key: dotted key of the path, for messages.
     """
 
     source: str
     target: str
     fingerprint: str
     size: int
+    override_config: str = ""
+    key: str = "model.path"
 
     def make(self) -> Path:
         """Make the copy unless it exists, and return its path; one process of a node copies, the others wait for it.
 
         Raises:
+            ConfigError: the model's config has no such key, or cannot have such a value.
             ResourceError: the source cannot be read, has changed since the run started, or does not fit.
         """
         target = Path(self.target)
@@ -116,8 +133,24 @@ class NodeCopy:
         target.parent.mkdir(exist_ok=True)
         with _locked(target.parent / "lock"):
             if not target.exists():
-                self._copy(target)
+                if self.override_config:
+                    self._link(target)
+                else:
+                    self._copy(target)
         return target
+
+    def _link(self, target: Path) -> None:
+        """Link the files of a model's folder, and write its ``config.json`` with the changes."""
+        key = f"{self.key.removesuffix('path')}override_config"
+        text = override_model_config(Path(self.source), json.loads(self.override_config), key)
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            shutil.copytree(self.source, unfinished, copy_function=_link_file, ignore=shutil.ignore_patterns(".*"))
+            (unfinished / "config.json").unlink()
+            (unfinished / "config.json").write_text(text)
+            os.replace(unfinished, target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _copy(self, target: Path) -> None:
         free = shutil.disk_usage(target.parent).free
@@ -157,7 +190,7 @@ class NodeCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, bool], NodeCopy] = {}
+        self._copies: dict[tuple[str, bool, str], NodeCopy] = {}
 
     @property
     def planned(self) -> tuple[NodeCopy, ...]:
@@ -167,28 +200,28 @@ class NodeCopies:
     def place(self, section: S, path: str = "") -> S:
         """Return a section whose marked paths (:data:`NodePath`) are those of copies; nothing is copied yet.
 
-        A local path stays as it is, unless the section sets ``use_shm``.
+        A local path stays as it is, unless the section sets ``use_shm`` or ``override_config``.
 
         Args:
             section: dataclass instance; sections within it are placed too.
             path: dotted path of the section, for messages.
 
         Raises:
-            ConfigError: a URL cannot be listed; names the key.
+            ConfigError: a URL cannot be listed, or a model's config cannot have the changes; names the key.
         """
         if not dataclasses.is_dataclass(section) or isinstance(section, type):
             return section
         changes: dict[str, Any] = {}
         in_memory = bool(getattr(section, "use_shm", False))
-        for name, is_marked in _marked_fields(type(section)).items():
-            value = getattr(section, name)
+        for name, mark in _marked_fields(type(section)).items():
+            placed = value = getattr(section, name)
             key = f"{path}.{name}" if path else name
-            if not is_marked:
+            if mark is None:
                 placed = self.place(value, key)
             elif isinstance(value, str) and (is_url(value) or (in_memory and Path(value).exists())):
                 placed = self.plan(value, in_memory, key).target
-            else:
-                continue
+            if mark is not None and mark.is_model and (changed := getattr(section, "override_config", None)):
+                placed = self._override(str(placed), changed, in_memory, key)
             if placed is not value:
                 changes[name] = placed
         return dataclasses.replace(section, **changes) if changes else section
@@ -199,7 +232,7 @@ class NodeCopies:
         Raises:
             ConfigError: the source cannot be listed; names ``key``.
         """
-        known = self._copies.get((source, in_memory))
+        known = self._copies.get((source, in_memory, ""))
         if known is not None:
             return known
         try:
@@ -211,8 +244,28 @@ class NodeCopies:
         name = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2]) or "root"
         digest = hashlib.blake2b(f"{source} {fingerprint}".encode(), digest_size=12).hexdigest()
         made = NodeCopy(source, str(_cache_folder(in_memory) / digest / name), fingerprint, size)
-        self._copies[source, in_memory] = made
+        self._copies[source, in_memory, ""] = made
         return made
+
+    def _override(self, folder: str, changes: Mapping[str, Any], in_memory: bool, key: str) -> str:
+        """Plan a model's folder with another ``config.json``, and return its path; a local one is made at once."""
+        text = json.dumps(dict(changes), sort_keys=True)
+        known = self._copies.get((folder, in_memory, text))
+        if known is not None:
+            return known.target
+        copied = next((each for each in self.planned if each.target == folder and not each.override_config), None)
+        if copied is not None:
+            fingerprint = copied.fingerprint
+        elif (Path(folder) / "config.json").is_file():
+            fingerprint, _ = _read_fingerprint(*_open(str(Path(folder).resolve())))
+        else:
+            return folder  # whoever opens it says what is missing
+        digest = hashlib.blake2b(f"{folder} {fingerprint} {text}".encode(), digest_size=12).hexdigest()
+        target = str(_cache_folder(in_memory) / digest / (Path(folder).resolve().name or "root"))
+        made = self._copies[folder, in_memory, text] = NodeCopy(folder, target, fingerprint, 0, text, key)
+        if copied is None:
+            made.make()
+        return target
 
     def make(self) -> None:
         """Make all copies on this node; see :meth:`NodeCopy.make`."""
@@ -369,16 +422,17 @@ def _cache_folder(in_memory: bool) -> Path:
 
 
 @cache
-def _marked_fields(schema: type) -> dict[str, bool]:
-    """Return the fields that are marked (True), and those that may hold a section (False)."""
+def _marked_fields(schema: type) -> dict[str, CopiedToNode | None]:
+    """Return the fields that are marked, with the mark, and those that may hold a section, with None."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    found: dict[str, bool] = {}
+    found: dict[str, CopiedToNode | None] = {}
     for each in dataclasses.fields(schema):
         kinds = [hints[each.name], *typing.get_args(hints[each.name])]
-        if any(isinstance(mark, CopiedToNode) for kind in kinds for mark in getattr(kind, "__metadata__", ())):
-            found[each.name] = True
+        marks = [mark for kind in kinds for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, CopiedToNode)]
+        if marks:
+            found[each.name] = marks[0]
         elif any(dataclasses.is_dataclass(kind) for kind in kinds):
-            found[each.name] = False
+            found[each.name] = None
     return found
 
 
@@ -401,6 +455,10 @@ def _locked(file: Path) -> Iterator[None]:
     with file.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
+
+
+def _link_file(source: str, target: str) -> None:
+    Path(target).symlink_to(os.path.realpath(source))
 
 
 def _gib(size: int) -> str:
