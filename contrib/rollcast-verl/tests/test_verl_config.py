@@ -137,9 +137,10 @@ def test_every_key_of_rollcast_in_the_table_exists() -> None:
         if not rule.ours or rule.ours in groups or any(part in rule.ours for part in free):
             continue
         node = plain
-        for part in rule.ours.split("."):
+        for part in rule.ours.removesuffix(".*").split("."):
             assert part in node, f"{rule.theirs}: rollcast has no {rule.ours}"
             node = node[part]
+        assert not rule.ours.endswith(".*") or isinstance(node, dict), f"{rule.ours} takes no keys of its own"
 
 
 def test_no_key_stands_twice_and_every_missing_one_has_a_reason() -> None:

@@ -69,6 +69,8 @@ def _merge(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     merged = dict(written)
     for name, value in changes.items():
         before = merged.get(name)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merge(before, value) if both else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merge(before, value)
+        else:
+            merged[name] = value
     return merged
