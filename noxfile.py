@@ -60,7 +60,7 @@ WHEELS = ROOT / ".nox" / "wheels"
 TRAINER = ROOT / ".nox" / "trainer"
 #: Benchmarks in tests/benchmarks that need no other project.
 BENCHMARKS = (
-    *("controller", "plain_loop", "rewards", "algorithms", "resume"),
+    *("controller", "plain_loop", "rewards", "algorithms", "resume", "overlap"),
     *("weight_sync", "replica_kill"),
     *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export", "mapping_search"),
 )
