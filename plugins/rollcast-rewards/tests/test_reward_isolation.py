@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rollcast_rewards.alarm import Alarm, TimeUp
 from rollcast_rewards.function import FunctionReward
 from rollcast_rewards.managers import BatchRewardManager, NaiveRewardManager
 from rollcast_rewards.processes import PrimeRewardManager
+from rollcast_rewards.trl import TrlReward
 from rollcast_testing.misbehaviour import CASES, misbehave
 from rollcast_testing.reward import RewardManagerSuite
 
@@ -312,6 +313,64 @@ def test_an_exit_is_a_bad_sample_without_processes(manager: str, is_async: bool)
         built.close()
     assert ["SystemExit: 3" in result.error for result in results] == [False, True, False]
     assert [result.score for result in results] == [1.0, 0.0, 1.0]
+
+
+BATCH_FUNCTIONS = """
+import asyncio, os, time
+
+def sizes(completions, **kwargs):
+    if "exit" in completions:
+        os._exit(3)
+    if "hang" in completions:
+        time.sleep(60)
+    if "raise" in completions:
+        raise KeyError(completions)
+    return [float(len(completions))] * len(completions)
+
+async def waits(data_sources, solution_strs, ground_truths, extra_infos):
+    await asyncio.sleep(0)
+    return sizes(solution_strs)
+"""
+
+
+@pytest.mark.parametrize("kind", ["trl", "function"])
+def test_functions_of_batches_cannot_end_the_run(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "batches.py").write_text(BATCH_FUNCTIONS)
+    path = f"{tmp_path / 'batches.py'}:{'sizes' if kind == 'trl' else 'waits'}"
+    reward = TrlReward(path) if kind == "trl" else FunctionReward(path)
+
+    def scores(*responses: str, **options: Any) -> list[float | str]:
+        manager = PrimeRewardManager(reward, RewardSettings("zero", 1.0, timeout_s=1.0), **options)
+        try:
+            results = manager([RewardSample("", response) for response in responses])
+        finally:
+            manager.close()
+        return [result.error or result.score for result in results]
+
+    assert scores(*"abc") == [3.0] * 3
+    assert scores(*"abc", batch_size=2) == [2.0, 2.0, 1.0]
+    found = scores("a", "b", "c", "d", "e", "exit", "f", "g")
+    assert "ended its process (exit status 3)" in str(found.pop(5))
+    assert found == [4.0] * 4 + [1.0, 2.0, 2.0]
+    first, second, third = scores("a", "raise", "b")
+    assert (first, third) == (1.0, 1.0) and "KeyError" in str(second)
+    assert all("(a batch of 2)" in str(found) for found in scores("a", "hang"))
+
+
+def test_a_batch_with_too_few_scores_ends_the_run() -> None:
+    class TooFew(BaseReward):
+        def score(self, sample: RewardSample) -> float:
+            return 0.0
+
+        def score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
+            return [0.0]
+
+    manager = PrimeRewardManager(TooFew(), RewardSettings("zero", 1.0))
+    try:
+        with pytest.raises(RewardError, match=r"2 samples were given, 1 scores came back"):
+            manager(samples(2))
+    finally:
+        manager.close()
 
 
 def test_a_function_of_ones_own_keeps_its_memory_in_one_process(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ CONF = Path(rollcast_rewards.__file__).parent / "conf" / "reward"
         ("http", "remote", {"url": "???"}),
         ("math", "prime", {}),
         ("multiple_choice", "naive", {}),
-        ("trl", "naive", {"reward_funcs": "???"}),
+        ("trl", "prime", {"reward_funcs": "???"}),
         ("weighted_sum", "prime", {"rewards": "???"}),
     ],
 )

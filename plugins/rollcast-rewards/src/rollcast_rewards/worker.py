@@ -1,6 +1,7 @@
 """A process that scores samples for the manager ``prime``.
 
-The first message has the reward; each further message has a sample. Messages are pickles, preceded by their length.
+The first message has the reward; each further message has the samples of one call. Messages are pickles,
+preceded by their length.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rollcast_rewards.policy import check_value, failure_of
 __all__ = ["HEADER", "serve"]
 
 HEADER = struct.Struct("!Q")
-#: Delay in seconds after the manager's time limit at which the kernel ends a sample, in case the manager has died.
+#: Delay in seconds after the manager's time limit at which the kernel ends a call, in case the manager has died.
 _GRACE_S = 5.0
 
 
@@ -61,16 +63,26 @@ def _prepare(setup: dict[str, Any]) -> Any:
 
     def score(message: bytes) -> tuple[Any, ...]:
         try:
-            sample = pickle.loads(message)
-            value = reward.score(sample)
-            outcome: Any = check_value(value if loop is None else loop.run_until_complete(value), sample)
-        except Exception as error:  # noqa: BLE001 -- reported as the sample's error
-            outcome = failure_of(error)
-        if hasattr(outcome, "kind"):
-            return "failure", outcome.kind, outcome.what + _where(outcome.cause)
-        return "result", outcome
+            samples = pickle.loads(message)
+            values = list(reward.score_batch(samples)) if reward.scores_batches else [reward.score(samples[0])]
+            if loop is not None:
+                values = loop.run_until_complete(_await_all(values))
+        except Exception as error:  # noqa: BLE001 -- reported as the error of the samples
+            failure = failure_of(error)
+            return "failure", failure.kind, failure.what + _where(failure.cause)
+        if len(values) != len(samples):
+            return "count", len(values)
+        return "result", [check_value(value, sample) for value, sample in zip(values, samples, strict=True)]
 
     return score
+
+
+async def _await_all(values: Sequence[Any]) -> list[Any]:
+    return list(await asyncio.gather(*map(_value, values)))
+
+
+async def _value(value: Any) -> Any:
+    return await value if isinstance(value, Awaitable) else value
 
 
 def _where(error: BaseException | None) -> str:
