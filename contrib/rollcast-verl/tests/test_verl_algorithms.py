@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +166,33 @@ def test_a_loss_of_verl_gives_the_numbers_of_our_own(name: str, theirs: ModuleTy
     torch.testing.assert_close(total(found.losses, batch["mask"]), total(ours, batch["mask"]), atol=1e-6, rtol=1e-5)
     assert not any(name.startswith("actor/") for name in found.metrics)
     assert all(metric.shape == batch["mask"].shape for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_icepop_gives_verls_number_and_gradient(seed: int, theirs: ModuleType, batch: dict[str, Tensor]) -> None:
+    torch.manual_seed(seed)
+    batch |= {"new": batch["old"] + torch.randn(ROWS, WIDTH), "advantages": torch.randn(ROWS, WIDTH)}
+    bounds = {"threshold_lower": 0.5, "threshold": 2.0}
+    given = dataclasses.replace(loss_inputs("icepop", batch), options=bounds)
+    output = policy_losses.get("icepop")(given)
+    found = total(output.losses, batch["mask"])
+    (gradient,) = torch.autograd.grad(found, given.log_probs)
+    new = batch["new"].clone().requires_grad_()
+    correction = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
+    expected, metrics = theirs.get_policy_loss_fn("bypass_mode")(
+        old_log_prob=batch["old"],
+        log_prob=new,
+        advantages=batch["advantages"],
+        response_mask=batch["mask"].float(),
+        loss_agg_mode="token-mean",
+        config=SimpleNamespace(policy_loss={"rollout_correction": correction}, global_batch_info={}),
+    )
+    (reference,) = torch.autograd.grad(expected, new)
+    chosen = batch["mask"] != 0
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(gradient[chosen], reference[chosen], atol=1e-7, rtol=1e-6)
+    clipped = output.metrics["clip_fraction"][chosen].mean()
+    assert float(clipped) == pytest.approx(metrics["rollout_corr/rollout_is_oob_ratio"]) and 0.1 < clipped < 0.9
 
 
 def test_the_aggregation_of_verl_is_put_back(theirs: ModuleType, batch: dict[str, Tensor]) -> None:
