@@ -26,7 +26,7 @@ from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_testing.engine_routing import record_and_replay
-from rollcast_testing.engine_tools import OPTIM, infer, require_equal, train, weights
+from rollcast_testing.engine_tools import OPTIM, infer, require_equal, require_mixture, train, weights
 from rollcast_testing.laws import require
 from rollcast_testing.ranks import shared_ranks
 from rollcast_testing.tiny import (
@@ -46,6 +46,8 @@ from rollcast_testing.tiny import (
 __all__ = ["Layout", "RankLaws", "Seen", "train_on_a_rank"]
 
 _ROWS, _STEPS = 7, 3
+#: Share of the trained weights in those of ``Seen.mixed``.
+_SHARE = 0.25
 _OPTIM = replace(OPTIM, lr_warmup_steps=4)
 _SETTINGS = ForwardSettings(micro_batch_size_per_gpu=2, temperature=1.0, calculate_entropy=True)
 
@@ -81,6 +83,7 @@ class Seen:
         gaps: metrics of a batch of trajectories with gaps, before training.
         routing: choices and log-probs of a mixture of experts for this rank's trajectories, before training.
         trained: weights after training.
+        mixed: weights of an untrained engine after they were mixed with those of the trained one.
         critic: training steps of a value model on the same ranks.
     """
 
@@ -95,6 +98,7 @@ class Seen:
     gaps: Mapping[str, float]
     routing: dict[str, Tensor]
     trained: dict[str, Tensor]
+    mixed: dict[str, Tensor]
     critic: list[TrainOutput]
 
 
@@ -174,13 +178,18 @@ def train_on_a_rank(
     except CheckpointError as error:
         unwritten = str(error)
     engine.save_checkpoint(after)
+    mixed = {}
+    if engine.capabilities.weight_mixing:
+        other = _build(engine_class, keys, folder, context)
+        other.mix_weights(engine, _SHARE)
+        mixed = weights(other)
     critic = []
     if engine.capabilities.value_model:
         judge = _build(engine_class, keys, folder, context, "value_model")
         critic = [train(judge, rows[step], _SETTINGS, distance_loss) for step in range(2)]
     named = {name: outputs[name] for name in ("log_probs", "entropy")}
     source = engine.is_mp_src_rank_with_outputs()
-    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, gaps, routing, trained, critic)
+    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, gaps, routing, trained, mixed, critic)
 
 
 class RankLaws:
@@ -239,6 +248,8 @@ class RankLaws:
                 require("max_token_len_per_gpu" in seen.refused, "a row over the budget is refused on every rank")
             require(str(blocked) in seen.unwritten, "an export that cannot be written fails on every rank")
             self._same_weights(seen.trained, plain_weights(module))
+            if alone.capabilities.weight_mixing:
+                require_mixture(seen.mixed, plain_weights(plain_model(folder)), seen.trained, _SHARE)
         self._check_critic(ranks, engine_class, folder)
         again = _build(engine_class, self.engine_config, folder, WorkerContext())
         again.load_checkpoint(after)

@@ -15,7 +15,7 @@ from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_testing import tiny
-from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, train, weights
+from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, require_mixture, train, weights
 from rollcast_testing.laws import require
 from rollcast_testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
 
@@ -123,6 +123,22 @@ class StateLaws:
             engine.to("cpu")
             engine.to("device")
         require_equal(weights(engine), weights(other), "weights trained after state was away")
+
+    def test_weights_mix_with_those_of_another_engine(self, build: Build, batch: DataProto) -> None:
+        engine, source = build(), build()
+        if not engine.capabilities.weight_mixing:
+            with pytest.raises(CapabilityError):
+                engine.mix_weights(source, 0.25)
+            return
+        train(source, batch, ALL_ROWS)
+        before, trained = weights(engine), weights(source)
+        engine.mix_weights(source, 0.25)
+        require_mixture(weights(engine), before, trained, 0.25)
+        require_equal(weights(source), trained, "weights of the source")
+        engine.mix_weights(source, 1.0)
+        require_equal(weights(engine), trained, "weights of which the source has all")
+        expected = infer(source, batch, ALL_ROWS)["log_probs"]
+        self._close(infer(engine, batch, ALL_ROWS)["log_probs"], expected, "log_probs of the mixed weights")
 
     def test_adapters(self, build: Build, batch: DataProto, tmp_path: Path) -> None:
         """Check that only the adapter learns, that it can be disabled, and that it resumes from a checkpoint."""

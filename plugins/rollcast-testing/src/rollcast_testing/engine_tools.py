@@ -12,7 +12,7 @@ from rollcast.protocol import DataProto
 from rollcast_testing.laws import require
 from rollcast_testing.tiny import nll_loss
 
-__all__ = ["ALL_ROWS", "OPTIM", "infer", "require_equal", "train", "weights"]
+__all__ = ["ALL_ROWS", "OPTIM", "infer", "require_equal", "require_mixture", "train", "weights"]
 
 #: The large eps separates rounding from errors: some gradients (of the keys' biases) are almost zero, and with a small
 #: eps Adam would turn their rounding errors into full steps.
@@ -47,3 +47,20 @@ def require_equal(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], w
     require(given.keys() == expected.keys(), f"{what}: {sorted(given)} are {sorted(expected)}")
     different = [name for name, tensor in expected.items() if not torch.equal(given[name], tensor)]
     require(not different, f"{what} are the same to the last bit; {different[:3]} differ")
+
+
+def require_mixture(
+    given: Mapping[str, Tensor], before: Mapping[str, Tensor], source: Mapping[str, Tensor], share: float
+) -> None:
+    """Check that weights are ``(1 - share) · before + share · source``.
+
+    Raises:
+        AssertionError: they are not; names some that differ.
+    """
+    __tracebackhide__ = True
+    require(given.keys() == before.keys(), f"mixed weights: {sorted(given)} are {sorted(before)}")
+    mixed = {name: tensor.lerp(source[name], share) for name, tensor in before.items()}
+    different = [
+        name for name, tensor in mixed.items() if not torch.allclose(given[name], tensor, rtol=1e-5, atol=1e-7)
+    ]
+    require(not different, f"weights mix by a share of {share}; {different[:3]} do not")
