@@ -239,6 +239,20 @@ def test_logging_shows_rollcast_from_info_and_others_from_warning(capsys: pytest
     assert capsys.readouterr().err == "ours\nwarning: their [warning]\n"
 
 
+def test_the_log_level_of_the_environment(run_apart: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import logging; from rollcast.cli.terminal import set_up_logging; set_up_logging(); "
+        "print(logging.getLogger('rollcast').level, logging.getLogger().level)"
+    )
+    for name, levels in {"debug": "10 30", "ERROR": "40 40", "": "20 30"}.items():
+        monkeypatch.setenv("ROLLCAST_LOGGING_LEVEL", name)
+        assert run_apart(python=("-c", code)).out.strip() == levels
+    monkeypatch.setenv("ROLLCAST_LOGGING_LEVEL", "loud")
+    failed = run_apart("plugins")
+    assert failed.code == 2
+    assert "ROLLCAST_LOGGING_LEVEL is 'loud'; it has to be DEBUG, INFO, WARNING, ERROR or CRITICAL" in failed.err
+
+
 def test_importing_the_command_line_sets_no_logging(run_apart: Run) -> None:
     code = "import logging, rollcast.cli.app; print(logging.getLogger().handlers, logging.getLogger('rollcast').level)"
     assert run_apart(python=("-c", code)).out.strip() == "[] 0"

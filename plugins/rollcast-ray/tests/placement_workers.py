@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from typing import Any
@@ -29,6 +30,10 @@ class Placed(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self, *names: str) -> tuple[str | None, ...]:
         return tuple(os.environ.get(name) for name in names or PLACE)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def log_level(self) -> tuple[int, int]:
+        return logging.getLogger("rollcast").level, logging.getLogger().level
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def device(self) -> tuple[str | None, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -200,6 +201,21 @@ def test_groups_share_devices_by_fractions_up_to_a_count(make) -> None:
     first.shutdown()
     assert reserved() == 1
     assert second.device() == [("0", 0), ("1", 0)]
+
+
+def test_workers_log_at_the_level_of_the_drivers_environment(make, monkeypatch) -> None:
+    def level(**options: Any) -> tuple[int, int]:
+        group = make(ResourcePool([1]), **options)
+        found = group.log_level()[0]
+        group.shutdown()
+        return found
+
+    assert level() == (logging.NOTSET, logging.WARNING)
+    monkeypatch.setenv("ROLLCAST_LOGGING_LEVEL", "debug")
+    assert level() == (logging.DEBUG, logging.WARNING)
+    assert level(env={"ROLLCAST_LOGGING_LEVEL": "ERROR"}) == (logging.ERROR, logging.ERROR)
+    with pytest.raises(WorkerError, match=r"ROLLCAST_LOGGING_LEVEL is 'loud'; it has to be DEBUG"):
+        level(env={"ROLLCAST_LOGGING_LEVEL": "loud"})
 
 
 def test_under_a_noset_switch_each_rank_finds_its_device_among_all(make) -> None:

@@ -18,8 +18,8 @@ from typing import NoReturn, TextIO
 import typer
 
 from rollcast.contracts.command import build_console
+from rollcast.contracts.logs import set_log_level
 from rollcast.errors import RollcastError, WorkerError
-from rollcast.plugins.discovery import find_groups, find_plugins
 
 __all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "set_up_logging", "show_error", "stoppable"]
 
@@ -69,18 +69,18 @@ class _PlainFormatter(logging.Formatter):
 
 
 def set_up_logging() -> None:
-    """Show log messages of rollcast from INFO upwards, and of other libraries from WARNING upwards."""
+    """Show log messages of rollcast from INFO upwards, and of other libraries from WARNING upwards.
+
+    Raises:
+        ConfigError: :data:`~rollcast.contracts.logs.LOG_LEVEL_VARIABLE`, which sets another level, names none.
+    """
     root = logging.getLogger()
     if any(isinstance(handler, _StderrHandler) for handler in root.handlers):
         return
     handler = _StderrHandler()
     handler.setFormatter(_PlainFormatter())
     root.addHandler(handler)
-    root.setLevel(logging.WARNING)
-    packages = {part.module.split(".")[0] for group in find_groups() for part in find_plugins(group)}
-    for package in {"rollcast", *packages}:
-        if package.startswith("rollcast"):
-            logging.getLogger(package).setLevel(logging.INFO)
+    set_log_level(logging.INFO)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from rollcast.contracts.dispatch import Expected, MeshInfo, RankCall, RankOutputs
+from rollcast.contracts.logs import log_environment
 from rollcast.contracts.pools import ResourcePool
 from rollcast.contracts.runtime import Attached, CallFailed, Host, LaunchSpec, Outcome, Runtime
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
@@ -852,4 +853,4 @@ def _merged(
     merged = {**runtime_env, **of_roles("runtime_env", wishes)}
     env_vars = {**runtime_env.get("env_vars", {}), **of_roles("env_vars", variables)}
     process_env = {**merged, "env_vars": env_vars} if env_vars else merged
-    return {**env, **of_roles("env", {role: cls.env for role, cls in roles.items()})}, process_env
+    return {**log_environment(), **env, **of_roles("env", {role: cls.env for role, cls in roles.items()})}, process_env

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcast import WorkerHost
 from rollcast.contracts.device import use_device
+from rollcast.contracts.logs import set_log_level
 from rollcast.contracts.pools import ResourcePool
 from rollcast.contracts.runtime import Cancelled, Host, HostInfo, LaunchSpec, Outcome, WorkerRaised
 from rollcast.contracts.worker import WorkerContext
@@ -161,6 +162,7 @@ class HostActor:
         """
         own = {"OMP_NUM_THREADS": str(context.threads), **loopback_environment(context.node)}
         os.environ.update({**own, **context.environment(), **env})
+        set_log_level()
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
         snapshot, roles = pickle.loads(blob)
         if snapshot is not None:

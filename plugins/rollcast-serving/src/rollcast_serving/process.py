@@ -24,6 +24,7 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from rollcast import build_section
+from rollcast.contracts.logs import set_log_level
 from rollcast.contracts.rollout import BaseRollout, EngineNode, EnginePart, RolloutSetup, rollouts
 from rollcast.errors import RolloutError
 from rollcast_serving.engine_watch import EngineWatch
@@ -181,7 +182,8 @@ def main() -> int:
     """Serve until told to stop, until the engine is dead, or until the parent is gone; return the exit code."""
     spec = json.load(sys.stdin)
     parent = _Parent(int(spec["tell"]))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_log_level(logging.INFO, others=logging.INFO)
     _end_with_parent(int(spec["parent"]))
     losses = _Losses(parent)
     with contextlib.ExitStack() as stack:
