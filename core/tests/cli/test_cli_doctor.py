@@ -182,6 +182,8 @@ def test_an_interrupt_ends_the_checks_too(install: Callable[..., None], tmp_path
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores SIGINT, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (note.exists() and note.read_text()):
         assert process.poll() is None

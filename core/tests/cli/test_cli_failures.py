@@ -166,7 +166,12 @@ with stoppable():
 
 def start_stuck(how: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUCK, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores SIGINT, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -202,6 +207,21 @@ def test_handlers_are_given_back() -> None:
     with stoppable():
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] != before
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    from rollcast.cli.terminal import interrupted, stoppable
+
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert not interrupted()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_forked_child_dies_by_the_signal_as_it_would_have() -> None:

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.long
 LONG_S = 240.0
 
 
+def heed_signals() -> None:
+    """Give a child the default handlers: a shell's background job ignores SIGINT, and nohup ignores SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_run(small_task: SmallTask, run_dir: Path, runtime: str, *more: str) -> subprocess.Popen[str]:
     """A run in a process group of its own, after its first checkpoint."""
     changes = [
@@ -38,8 +44,7 @@ def start_run(small_task: SmallTask, run_dir: Path, runtime: str, *more: str) ->
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background job ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
     try:
         wait_until(lambda: process.poll() is not None or (run_dir / "checkpoints" / "latest").exists())

@@ -91,8 +91,8 @@ def stoppable() -> Iterator[None]:
 
     The first signal unwinds the command, which stops the processes that it has started. If that hangs, a second signal
     ends the process as soon as Python code runs again, that is not inside a C function that never returns. The
-    processes of an embedded Ray end too, and every checkpoint is either complete or absent. A SIGHUP that is ignored,
-    as under ``nohup``, stays ignored.
+    processes of an embedded Ray end too, and every checkpoint is either complete or absent. A signal that is ignored
+    stays ignored, such as SIGHUP under ``nohup`` and SIGINT in a shell's background job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,8 +116,8 @@ def stoppable() -> Iterator[None]:
             os.write(2, show_cursor + b"\nended at once\n")
         os._exit(_received.exit_code)
 
-    under_nohup = getattr(signal, "SIGHUP", None) if _ignores_hangup() else None
-    before = {number: signal.signal(number, stop) for number in _SIGNALS if number != under_nohup}
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     finally:
@@ -125,10 +125,6 @@ def stoppable() -> Iterator[None]:
         if _received.count == 0:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def _ignores_hangup() -> bool:
-    return hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def interrupted() -> bool:
