@@ -14,7 +14,7 @@ SCHEMAS = '''
     from dataclasses import field
     from typing import Annotated, Any, Literal
 
-    from rollcast.contracts.config import Fraction, Hosts, Len, Positive, PositiveOrOff, config
+    from rollcast.contracts.config import Fraction, Gt, Hosts, Len, OrInfinity, Positive, PositiveOrOff, config
 
     @config
     class Inner:
@@ -28,6 +28,7 @@ SCHEMAS = '''
         inner: Inner = field(default_factory=Inner)
         limit: int | None = None
         quick: bool = False
+        cap: Annotated[float, Gt(0), OrInfinity()] | None = None
         not_in_the_file: int = 7
         """A key that
         no file sets."""

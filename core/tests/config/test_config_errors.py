@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,38 @@ def test_value_is_not_a_section() -> None:
 )
 def test_ill_typed_value(override: str, says: str) -> None:
     assert refused(RECIPE, override) == f"override {override!r}: {says}"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("learner.inner.rate=nan", "learner.inner.rate must be a finite number, got nan"),
+        ("learner.inner.rate=-inf", "learner.inner.rate must be a finite number, got -inf"),
+        ("learner.inner.rate='nan'", "learner.inner.rate must be a finite number, got nan"),
+        ("learner.inner.betas=[0.9,inf]", "learner.inner.betas[1] must be a finite number, got inf"),
+        ("reward.reward_kwargs={a: [{b: nan}]}", "reward.reward_kwargs.a[0].b must be a finite number, got nan"),
+        ("learner.cap=nan", "learner.cap must be "),
+        ("learner.cap=-inf", "learner.cap must be "),
+        ("critic.unit.radius=nan", "critic.unit.radius must be a finite number, got nan"),
+    ],
+)
+def test_number_that_is_not_finite(override: str, says: str) -> None:
+    assert refused(RECIPE, override).startswith(f"override {override!r}: {says}")
+
+
+def test_infinity_where_it_has_a_meaning() -> None:
+    config = compose([RECIPE, "learner.cap=inf", "reward.reward_kwargs.margin=inf"]).config
+    assert config.learner.cap == config.reward.reward_kwargs.margin == math.inf
+
+
+def test_number_that_is_not_finite_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/recipe/tp_recipe, _self_]\nlearner: {inner: {rate: .nan}}\n"
+    )
+    message = refused("recipe=mine", config_dir=tmp_path)
+    assert message.endswith("learner.inner.rate must be a finite number, got nan")
+    assert "mine.yaml" in message
 
 
 def test_ill_typed_element_of_a_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.contracts.session import Budget
-from rollcast.errors import SessionEnded
+from rollcast.errors import RolloutError, SessionEnded
 from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.chat import as_chat
 
@@ -206,6 +207,20 @@ def test_a_stop_string_ends_the_recorded_tokens(renderer):
     assert renderer.decode(reply.token_ids) == "one STO"
     assert len(reply.log_probs) == len(reply.token_ids)
     assert reply.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_log_prob_that_is_not_finite_fails_the_rollout(renderer, value):
+    class Broken(ScriptedEngine):
+        async def __call__(self, request):
+            output = await super().__call__(request)
+            sequence = output.sequences[0]
+            return replace(output, sequences=[replace(sequence, log_probs=[*sequence.log_probs[:-1], value])])
+
+    session = make_session(Broken(renderer, ["hi"]))
+    with pytest.raises(RolloutError, match="request s0/0 with a log-prob that is not finite"):
+        talk(session, 1)
+    assert not session.trajectories()
 
 
 def test_seeds_differ_by_turn_and_repeat_by_rollout(renderer):

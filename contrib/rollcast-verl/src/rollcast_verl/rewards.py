@@ -21,6 +21,7 @@ from rollcast.contracts.reward import (
     RewardSample,
     RewardSettings,
     RewardValue,
+    finite_number,
 )
 from rollcast.errors import ConfigError, PluginNotFoundError, RewardError
 from rollcast_verl.need import need_verl
@@ -74,17 +75,18 @@ class VerlReward(BaseReward):
         return _later(value) if inspect.isawaitable(value) else _result(value)
 
 
-async def _later(value: Any) -> RewardValue:
+async def _later(value: Any) -> Any:
     return _result(await value)
 
 
-def _result(value: Any) -> RewardValue:
-    """Convert what a function of verl returns: a number, a mapping with ``score``, or a tuple that starts with it."""
+def _result(value: Any) -> Any:
+    """Convert what a function of verl returns: a number, a mapping with ``score``, or a tuple that starts with it.
+
+    The numbers are unchanged, so that ``reward.on_error`` applies to those that are not finite.
+    """
     if isinstance(value, Mapping):
         return _split(value.get("score"), value)
-    if isinstance(value, tuple | list) and value:
-        value = value[0]
-    return float(value)
+    return value[0] if isinstance(value, tuple | list) and value else value
 
 
 def _split(score: Any, parts: Mapping[str, Any]) -> RewardResult:
@@ -92,11 +94,11 @@ def _split(score: Any, parts: Mapping[str, Any]) -> RewardResult:
         raise RewardError(f"verl's function returned a mapping without 'score'; its keys: {', '.join(parts)}")
     correct = parts.get("acc")
     extra = {
-        key: float(value)
+        key: value
         for key, value in parts.items()
         if key not in ("score", "acc") and not isinstance(value, str) and hasattr(value, "__float__")
     }
-    return RewardResult(float(score), None if correct is None else bool(correct), extra)
+    return RewardResult(score, None if correct is None else bool(correct), extra)
 
 
 class _Texts:
@@ -227,7 +229,7 @@ class VerlManager(BaseRewardManager):
 
         found = asyncio.run(run())
         return [
-            _split(float(each["reward_score"]), {k: v for k, v in each["reward_extra_info"].items() if k != "score"})
+            _split(each["reward_score"], {k: v for k, v in each["reward_extra_info"].items() if k != "score"})
             for each in found
         ]
 
@@ -287,7 +289,7 @@ def _awaited(value: Any) -> Any:
 def _as_mapping(value: RewardValue) -> Any:
     """Convert a result to the form in which verl's functions return it."""
     if not isinstance(value, RewardResult):
-        return float(value)
+        return finite_number("score", value)
     if value.token_scores is not None or value.turn_scores is not None:
         raise RewardError("the reward scores tokens or turns, which verl's managers cannot take; use manager `naive`")
     parts = {"score": value.score, **value.extra}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from rollcast.contracts.config import (
     OnAccelerator,
     OnThisMachine,
     OptionOf,
+    OrInfinity,
     config,
     field_docs,
     flatten,
@@ -435,7 +437,34 @@ def validate_section(
         raise ConfigError(_refusal(schema, (found or error.errors())[0], own, path, origins)) from error
     _refuse_bools(schema, own, path, origins)
     _refuse_urls(schema, own, path, origins)
+    _refuse_not_finite(schema, instance, path, origins)
     return instance
+
+
+def _refuse_not_finite(kind: Any, value: Any, key: str, origins: Mapping[str, str]) -> None:
+    """Reject a number that is not finite; infinity is valid where its field says so, and in free options."""
+    options = [_unwrap(option) for option in _options(_unwrap(kind)[0])] + [_unwrap(kind)]
+    if dataclasses.is_dataclass(value):
+        for name, inner in field_types(type(value)).items():
+            _refuse_not_finite(inner, getattr(value, name), _join(key, name), origins)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _refuse_not_finite(_items_of(kind), item, _join(key, str(name)), origins)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            _refuse_not_finite(_items_of(kind), item, f"{key}[{place}]", origins)
+    elif isinstance(value, float) and not math.isfinite(value):
+        is_free = any(bare is Any or any(isinstance(mark, OrInfinity) for mark in marks) for bare, marks in options)
+        if math.isnan(value) or not is_free:
+            raise ConfigError(f"{_where(key, origins)}{key} must be a finite number, got {value}")
+
+
+def _items_of(kind: Any) -> Any:
+    """Return the type of the items of a list or of the values of a mapping."""
+    arguments = next(
+        (found for option in _options(_unwrap(kind)[0]) if (found := typing.get_args(_unwrap(option)[0]))), ()
+    )
+    return arguments[-1] if arguments else Any
 
 
 def _refuse_urls(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:

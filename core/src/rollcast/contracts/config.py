@@ -23,7 +23,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import math
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ __all__ = [
     "OnAccelerator",
     "OnThisMachine",
     "OptionOf",
+    "OrInfinity",
     "Positive",
     "PositiveOrOff",
     "Seconds",
@@ -64,8 +64,8 @@ PositiveOrOff = Literal[-1] | Annotated[int, Ge(1)]
 """An integer of at least 1, or -1 for "off" or "all"."""
 Seconds = Annotated[float, Gt(0)]
 """A duration in seconds, above 0."""
-Temperature = Annotated[float, Ge(0), Lt(math.inf)]
-"""A sampling temperature: a finite number of at least 0; 0 is greedy."""
+Temperature = Annotated[float, Ge(0)]
+"""A sampling temperature of at least 0; 0 is greedy."""
 Fraction = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1."""
 
@@ -77,6 +77,11 @@ class OnThisMachine:
 
 LocalPath = Annotated[str, OnThisMachine()]
 """A path of a file system that is mounted on this machine. A URL such as `s3://bucket/run` is refused."""
+
+
+@dataclass(frozen=True)
+class OrInfinity:
+    """A marker for a number that may be `inf`, such as a limit without effect. Every other number must be finite."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
-from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, Positive, config
+from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, OrInfinity, Positive, config
 from rollcast.contracts.storage import ModelPath, NodePath
 from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
@@ -130,7 +130,7 @@ class OptimConfig:
     """AdamW's epsilon."""
     weight_decay: float = 0.01
     """Weight decay: decoupled for AdamW, added to the gradient for SGD."""
-    clip_grad: Annotated[float, Gt(0)] = 1.0
+    clip_grad: Annotated[float, Gt(0), OrInfinity()] = 1.0
     """Largest norm of the gradient; `inf` for no clipping."""
 
 

@@ -337,4 +337,8 @@ def _only(output: RolloutOutput) -> RolloutSequence:
             f"the engine answered request {output.request_id} with {len(output.sequences)} sequences, or one without "
             "a log-prob and a weight version for each token"
         )
+    if not bool(np.isfinite(np.asarray(sequence.log_probs, np.float32)).all()):
+        raise RolloutError(
+            f"the engine answered request {output.request_id} with a log-prob that is not finite; its model is broken"
+        )
     return sequence

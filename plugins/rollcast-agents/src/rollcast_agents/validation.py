@@ -13,7 +13,7 @@ from rollcast import build_section
 from rollcast.contracts.command import track
 from rollcast.contracts.environment import BaseEnvironment
 from rollcast.contracts.renderer import Message
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward, finite_number
 from rollcast.errors import ConfigError
 from rollcast_agents.environments.plain import build_environment
 from rollcast_agents.schemas import AgentConfig
@@ -143,7 +143,7 @@ def _scored(reward: BaseReward, task: Mapping[str, Any], reply: str) -> RewardRe
     (value,) = reward.score_batch([sample])
     if not isinstance(value, float | int | RewardResult):
         value = asyncio.run(_awaited(value))
-    return value if isinstance(value, RewardResult) else RewardResult(float(value))
+    return value if isinstance(value, RewardResult) else RewardResult(finite_number("score", value))
 
 
 async def _awaited(value: Any) -> Any:
@@ -191,6 +191,10 @@ async def _begin(
         await environment.close()
 
 
+def _number(reward: Any) -> float:
+    return 0.0 if reward is None else finite_number("reward", reward)
+
+
 async def _play(
     build: Callable[[], BaseEnvironment], task: Mapping[str, Any], replies: Sequence[str]
 ) -> tuple[list[Any], float]:
@@ -198,12 +202,12 @@ async def _play(
     environment = build()
     try:
         seen = await environment.reset(task)
-        begun, total = list(seen.messages), seen.reward or 0.0
+        begun, total = list(seen.messages), _number(seen.reward)
         for reply in replies:
             if seen.done:
                 break
             seen = await environment.step(Message(reply))
-            total += seen.reward or 0.0
-        return begun, float(total)
+            total += _number(seen.reward)
+        return begun, total
     finally:
         await environment.close()

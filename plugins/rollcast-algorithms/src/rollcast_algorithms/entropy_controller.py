@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,12 @@ class AdaptiveEntropyController:
         return self.coefficient if self.last_entropy <= self.target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Adjust the coefficient after a step with the mean entropy ``entropy``, in nats per token."""
+        """Adjust the coefficient after a step with the mean entropy ``entropy``, in nats per token.
+
+        An entropy that is not finite, which a broken step has, changes nothing.
+        """
+        if not math.isfinite(entropy):
+            return
         self.last_entropy = entropy
         if entropy <= self.target:
             self.coefficient = min(self.coefficient + self.delta, self.maximum)

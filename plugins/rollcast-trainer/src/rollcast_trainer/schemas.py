@@ -18,6 +18,7 @@ from rollcast.contracts.config import (
     LocalPath,
     NonNegative,
     OptionOf,
+    OrInfinity,
     Positive,
     PositiveOrOff,
     config,
@@ -117,8 +118,8 @@ class PpoActorConfig(ActorConfig):
     """Lower clip range of PPO."""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """Upper clip range of PPO."""
-    clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """Dual clip of PPO: the largest ratio that counts for a token with a negative advantage."""
+    clip_ratio_c: Annotated[float, Gt(1), OrInfinity()] = 3.0
+    """Dual clip of PPO: the largest ratio that counts for a token with a negative advantage; `inf` for none."""
     loss_agg_mode: str = "token-mean"
     """Registry name of the loss aggregation."""
     entropy_coeff: float = 0.0

@@ -61,8 +61,7 @@ class ReasoningGym(BaseEnvironment):
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(message.text) or message.text.strip()
-        score = float(self._data.score_answer(answer, self._entry))
-        return Observation(reward=score, done=True)
+        return Observation(reward=self._data.score_answer(answer, self._entry), done=True)
 
     async def solution(self) -> Sequence[str] | None:
         # Tasks with many correct answers name none.

@@ -90,7 +90,7 @@ class TextArena(BaseEnvironment):
         rewards, info = self._env.close()
         own = info.get(self._player, {})
         metrics = {"invalid_move": float(bool(own.get("invalid_move")))}
-        return Observation(reward=float((rewards or {}).get(self._player, 0.0)), done=True, metrics=metrics)
+        return Observation(reward=(rewards or {}).get(self._player, 0.0), done=True, metrics=metrics)
 
     def _text(self, said: Any, player: int) -> str:
         """Return the text that a player has not seen yet; its own moves are already in its conversation."""

@@ -141,9 +141,9 @@ class Verifiers(BaseEnvironment):
         self._trace.ok = True
         await invoke(self._task.finalize, {"trace": self._trace, "runtime": self._runtime})
         await self._task.score(self._trace, self._runtime)
-        parts = {name: float(each.value) for name, each in self._trace.rewards.items() if each is not None}
-        numbers = {name: float(value) for name, value in self._trace.metrics.items() if value is not None}
-        return Observation(reward=float(self._trace.reward), done=True, components=parts, metrics=numbers)
+        parts = {name: each.value for name, each in self._trace.rewards.items() if each is not None}
+        numbers = {name: value for name, value in self._trace.metrics.items() if value is not None}
+        return Observation(reward=self._trace.reward, done=True, components=parts, metrics=numbers)
 
 
 class _Tasks:

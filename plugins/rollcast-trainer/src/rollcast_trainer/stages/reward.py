@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from rollcast.contracts.algorithm import (
     needs_vocabulary,
     try_kl_penalty,
 )
+from rollcast.contracts.reward import MAX_REWARD
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
@@ -63,8 +65,14 @@ class RewardModelScores(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         scores = self.run.reward_model.compute_rm_score(batch)
-        self.run.recorder.record_later(lambda: {"reward/model_mean": float(scores["rm_scores"].mean())})
+        self.run.recorder.record_later(lambda: model_metrics(scores["rm_scores"]))
         return batch.joined(scores)
+
+
+def model_metrics(scores: torch.Tensor) -> dict[str, float]:
+    """Return the mean of a reward model's scores without those of bad samples; empty if all are bad."""
+    usable = scores[scores.abs() <= MAX_REWARD]
+    return {"reward/model_mean": float(usable.mean())} if len(usable) else {}
 
 
 class Reward(Stage):
@@ -245,7 +253,16 @@ class KlInReward(Stage):
         penalty = self._penalty(old, ref).squeeze(0).masked_fill(~inside, 0.0)
         coefficient = self._controller.value
         mean = float(penalty.sum()) / max(float(inside.sum()), 1.0)
-        self._controller.update(mean, len(batch))
+        if math.isfinite(mean):
+            self._controller.update(mean, len(batch))
+        else:
+            logger.warning(
+                "step %d: the mean KL penalty is %s, because log-probs of the actor or the reference are not finite; "
+                "the penalty's weight stays %g",
+                self.run.step,
+                mean,
+                coefficient,
+            )
         self.run.record({"actor/reward_kl_penalty": mean, "actor/kl_coef": coefficient})
         return batch.with_columns({"token_level_rewards": scores.like(scores.values - coefficient * penalty)})
 
