@@ -444,7 +444,7 @@ def validate_section(
 def _refuse_not_finite(kind: Any, value: Any, key: str, origins: Mapping[str, str]) -> None:
     """Reject a number that is not finite; infinity is valid where its field says so, and in free options."""
     options = [_unwrap(option) for option in _options(_unwrap(kind)[0])] + [_unwrap(kind)]
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, inner in field_types(type(value)).items():
             _refuse_not_finite(inner, getattr(value, name), _join(key, name), origins)
     elif isinstance(value, Mapping):
