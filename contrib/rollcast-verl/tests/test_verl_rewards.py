@@ -73,6 +73,16 @@ def test_the_penalty_for_long_responses_is_verls(name: str) -> None:
     assert [result.score for result in own(SAMPLES)] == pytest.approx(scores)
 
 
+@pytest.mark.parametrize("name", ["verl_naive", "verl_loop_naive"])
+def test_numbers_that_are_not_finite_end_the_run(name: str) -> None:
+    class Unbounded(BaseReward):
+        def score(self, sample: RewardSample) -> RewardResult:
+            return RewardResult(1.0, extra={"length": float("nan")})
+
+    with pytest.raises(RewardError, match=r"length = nan, which is not finite"):
+        build_reward_manager(name, Unbounded(), RewardSettings())(SAMPLES)
+
+
 @pytest.mark.parametrize("name", ["verl_naive", "verl_batch", "verl_loop_naive"])
 def test_parts_of_a_score_pass_through(name: str) -> None:
     samples = [RewardSample("p", "x" * 7, "", "s", response_ids=(1, 2), extra_info={"level": 3})]

@@ -229,15 +229,26 @@ class VerlManager(BaseRewardManager):
 
         found = asyncio.run(run())
         return [
-            _split(each["reward_score"], {k: v for k, v in each["reward_extra_info"].items() if k != "score"})
+            _finite(each["reward_score"], {k: v for k, v in each["reward_extra_info"].items() if k != "score"})
             for each in found
         ]
+
+
+def _finite(score: Any, parts: Mapping[str, Any]) -> RewardResult:
+    """Return the result of a manager of verl, whose numbers have to be finite because nothing checks them later.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    result = _split(score, parts)
+    extra = {key: finite_number(key, value) for key, value in result.extra.items()}
+    return replace(result, score=finite_number("score", result.score), extra=extra)
 
 
 def _place(scores: torch.Tensor, sample: RewardSample, extra: Mapping[str, Any]) -> RewardResult:
     """Return the result of a sample from verl's scores per token, which are usually one at the last token."""
     count = len(sample.response_ids)
-    result = _split(float(scores.sum()), {key: value for key, value in extra.items() if key != "score"})
+    result = _finite(scores.sum(), {key: value for key, value in extra.items() if key != "score"})
     spread = scores[:count].tolist()
     return replace(result, token_scores=spread) if any(spread[:-1]) else result
 
