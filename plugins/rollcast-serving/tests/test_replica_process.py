@@ -194,6 +194,7 @@ def test_a_killed_replica_is_told(start_replica: Start) -> None:
             "max_batch_size must be at least 1, got 0",
         ),
         ({"rollout": {"name": "no_such"}}, PluginNotFoundError, "no_such"),
+        ({"env": {"ROLLCAST_LOGGING_LEVEL": "loud"}}, ConfigError, "ROLLCAST_LOGGING_LEVEL is 'loud'"),
         ({"launch_timeout_s": 0.05}, RolloutError, r"launch_timeout_s=0.05"),
     ],
 )

@@ -8,28 +8,11 @@ import os
 from rollcast.errors import ConfigError
 from rollcast.plugins.discovery import find_groups, find_plugins
 
-__all__ = ["LOG_LEVEL_VARIABLE", "log_environment", "log_level", "set_log_level"]
+__all__ = ["LOG_LEVEL_VARIABLE", "log_environment", "set_log_level"]
 
 #: Name of the variable, which the driver passes on to workers.
 LOG_LEVEL_VARIABLE = "ROLLCAST_LOGGING_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-def log_level(default: int = logging.INFO) -> int:
-    """Return the level that :data:`LOG_LEVEL_VARIABLE` names, such as ``logging.DEBUG``; ``default`` if it is unset.
-
-    Raises:
-        ConfigError: it names no level.
-    """
-    name = os.environ.get(LOG_LEVEL_VARIABLE, "").strip().upper()
-    if not name:
-        return default
-    if name not in _LEVELS:
-        raise ConfigError(
-            f"the environment variable {LOG_LEVEL_VARIABLE} is {os.environ[LOG_LEVEL_VARIABLE]!r}; it has to be "
-            f"{', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}"
-        )
-    return logging.getLevelNamesMapping()[name]
 
 
 def log_environment() -> dict[str, str]:
@@ -50,8 +33,8 @@ def set_log_level(default: int | None = None, others: int = logging.WARNING) -> 
     Raises:
         ConfigError: the variable names no level.
     """
-    level = log_level(logging.NOTSET if default is None else default)
-    if level == logging.NOTSET:
+    level = _named_level() or default
+    if level is None:
         return
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger().setLevel(max(level, others))
@@ -59,3 +42,15 @@ def set_log_level(default: int | None = None, others: int = logging.WARNING) -> 
     for package in {"rollcast", *packages}:
         if package.startswith("rollcast"):
             logging.getLogger(package).setLevel(level)
+
+
+def _named_level() -> int | None:
+    """Return the level that the variable names, such as ``logging.DEBUG``; None if it is unset or empty."""
+    value = os.environ.get(LOG_LEVEL_VARIABLE, "")
+    name = value.strip().upper()
+    if name and name not in _LEVELS:
+        raise ConfigError(
+            f"the environment variable {LOG_LEVEL_VARIABLE} is {value!r}; it has to be "
+            f"{', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}"
+        )
+    return logging.getLevelNamesMapping()[name] if name else None

@@ -162,8 +162,8 @@ class HostActor:
         """
         own = {"OMP_NUM_THREADS": str(context.threads), **loopback_environment(context.node)}
         os.environ.update({**own, **context.environment(), **env})
-        set_log_level()
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
+        set_log_level()
         snapshot, roles = pickle.loads(blob)
         if snapshot is not None:
             self.host.install(snapshot)

@@ -183,11 +183,11 @@ def main() -> int:
     spec = json.load(sys.stdin)
     parent = _Parent(int(spec["tell"]))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    set_log_level(logging.INFO, others=logging.INFO)
     _end_with_parent(int(spec["parent"]))
     losses = _Losses(parent)
     with contextlib.ExitStack() as stack:
         try:
+            set_log_level(logging.INFO, others=logging.INFO)
             if (lifeline := _meet(spec, losses)) is not None:
                 stack.callback(lifeline.close)
             rollout_class, setup = _setup(spec)
