@@ -262,23 +262,17 @@ def tests_verifiers(session: nox.Session) -> None:
 
 
 @nox.session
-def tests_verl(session: nox.Session) -> None:
-    """Run rollcast-verl's tests with verl, and verl's own tests of its worker groups on rollcast."""
+def tests_peers(session: nox.Session) -> None:
+    """Run rollcast-verl's tests with verl, verl's own tests of its worker groups, and the tests of the page on TRL."""
     name = "rollcast-verl"
     libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verl"]
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
+    ours = requirements(name) | test_requirements(name) | requirements(QUICKSTART)
+    install(session, ours, *TEST_TOOLS, *libraries, TRL)
     # verl's requirements pin older versions; the extra has what the tested parts of verl import.
     session.install("-q", "--no-deps", VERL)
     session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), "tests/test_verl_page.py")
-
-
-@nox.session
-def tests_trl(session: nox.Session) -> None:
-    """Run the tests of the page on TRL with TRL installed: its losses and the fields of its configs."""
-    install(session, requirements(QUICKSTART) | requirements("rollcast-agents") | {"rollcast-vllm"}, *TEST_TOOLS, TRL)
-    session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, "tests/test_trl_losses.py", "tests/test_trl_page.py")
+    pages = [f"tests/test_{name}.py" for name in ("verl_page", "trl_losses", "trl_page")]
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), *pages)
 
 
 @nox.session
@@ -558,8 +552,13 @@ def workspace(session: nox.Session) -> Path:
 
 
 def environment(session: nox.Session) -> None:
-    """Hide the caller's Python packages and caches from the session's processes."""
+    """Hide the caller's Python packages and caches from the session's processes.
+
+    Modules are compiled when they are first imported, since most modules of large libraries never are.
+    """
     session.env["PYTHONPATH"] = ""
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    session.env["PIP_NO_COMPILE"] = "0"  # pip's spelling of `--no-compile`
     session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
@@ -576,12 +575,13 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
         return
     marker.unlink(missing_ok=True)
     session.install("-q", *pinned, "hatchling")
+    used = wheels.is_dir()
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir(parents=True)
     built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
     session.install("-q", *pinned, *map(str, built), *tools)
-    # pip would otherwise keep an installed wheel of the same version.
-    session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
+    if used:  # pip kept installed wheels of the same version
+        session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
     marker.write_text(wanted)
 
 

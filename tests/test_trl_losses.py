@@ -22,7 +22,7 @@ from rollcast_algorithms.losses import PpoLoss
 from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.stages.update_actor import build_loss
 
-needs_trl = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed; nox -s tests_trl has it")
+needs_trl = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed; nox -s tests_peers has it")
 PAGE = (DOCS / "coming-from-trl.md").read_text()
 ROWS = re.findall(r"^\| `(\w+=[^`]+)`[^|]*\| `(actor\.[^`]+)` \|$", PAGE.split("### Losses")[1], flags=re.MULTILINE)
 SPREADS = (0.02, 0.3, 1.5)

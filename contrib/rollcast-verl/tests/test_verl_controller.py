@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def find_tests() -> list[Path]:
     """Return the files of verl's tests, which its wheel installs beside the package."""
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
-        pytest.skip("verl is not installed; nox -s tests_verl installs it")
+        pytest.skip("verl is not installed; nox -s tests_peers installs it")
     folder = Path(spec.origin).parents[1] / "tests" / "single_controller"
     found = sorted(folder.glob("test_*.py"))
     if not found:
@@ -31,11 +32,14 @@ def find_tests() -> list[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return variables for a Ray of this test alone, with logical devices on which verl's platform ``cpu`` runs."""
+    """Return variables for Rays below ``folder``, with logical devices on which verl's platform ``cpu`` runs."""
     return {
         **os.environ,
         "RAY_TMPDIR": str(folder),
         "RAY_OVERRIDE_RESOURCES": '{"CPU": 100, "GPU": 4}',
+        # Processes in reserve serve no worker here, because each worker has an environment of its own.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
         "VERL_PLATFORM": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -43,12 +47,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
-def test_verls_own_tests_of_its_controller_pass(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_verls_own_tests_of_its_controller_pass() -> None:
     files = find_tests()
-    place = tmp_path_factory.mktemp("r")  # short, because Ray's sockets are below it
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "verl_on_cpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "verl_on_cpu", "-p", "no:cacheprovider", "-n", "2"]
     rooted = ["--rootdir", str(files[0].parents[2]), "-c", os.devnull, *map(str, files)]
-    done = subprocess.run([*command, *rooted], env=environment(place), cwd=place, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as place:  # short, because Ray's sockets are below it
+        done = subprocess.run(
+            [*command, *rooted], env=environment(Path(place)), cwd=place, capture_output=True, text=True
+        )
     assert done.returncode == 0, f"{done.stdout[-12000:]}\n{done.stderr[-2000:]}"
     passed = done.stdout.count(" PASSED")
     assert passed >= 24 and "SKIPPED" not in done.stdout, done.stdout[-6000:]
