@@ -231,7 +231,8 @@ VALUES = [0.5, -1, True, np.float32(2), None, math.nan, -math.inf, 1e38, 10**400
 
 
 def is_number(value, limit=1e12):
-    return isinstance(value, float | int | np.float32) and abs(value) <= limit
+    value = value.item() if isinstance(value, np.generic) else value
+    return isinstance(value, float | int) and abs(value) <= limit
 
 
 @settings(max_examples=60, deadline=None)
