@@ -81,7 +81,7 @@ def is_url(path: str) -> bool:
 
 
 def explain_local(name: str, url: str) -> str:
-    """Return the message for a URL that was given for ``name``, a key or option with a path of a mounted file system."""
+    """Return the message for a URL given for ``name``, a key or option that takes a path of a mounted file system."""
     return f"{name} must be a path on this machine, got the URL {url!r}; mount the file system, or give a local path"
 
 
