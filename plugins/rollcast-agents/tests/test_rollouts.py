@@ -8,8 +8,11 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from agent_tools import ScriptedEngine, check_accounting, make_renderer, make_session, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
 from rollcast.contracts.environment import BaseEnvironment, Observation
@@ -222,6 +225,43 @@ def test_a_value_of_an_environment_that_is_not_a_finite_number_is_a_bad_sample(r
     assert columns["reward_error"] == [trajectory.failure.message]
     assert math.isfinite(sum(agent_metrics([trajectory]).values()))
     assert bool(Jagged.of(assemble_trajectories([trajectory])["environment_scores"]).values.isfinite().all())
+
+
+VALUES = [0.5, -1, True, np.float32(2), None, math.nan, -math.inf, 1e38, 10**400, "1.0", 1j, [1.0], ...]
+
+
+def is_number(value, limit=1e12):
+    value = value.item() if isinstance(value, np.generic) else value
+    return isinstance(value, float | int) and abs(value) <= limit
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(st.sampled_from(VALUES), min_size=2, max_size=2),
+    component=st.sampled_from(VALUES),
+    metric=st.sampled_from(VALUES),
+)
+def test_any_mixture_of_an_environments_values_is_finite_or_one_bad_sample(renderer, rewards, component, metric):
+    values = iter(rewards)
+
+    class Odd(Echo):
+        async def step(self, message):
+            seen = await super().step(message)
+            return replace(seen, reward=next(values), components={"talk": component}, metrics={"room": metric})
+
+    engine = ScriptedEngine(renderer, ["hi", "bye"])
+    (trajectory,), _ = roll(EnvironmentLoop(setup()), engine, {"prompt": []}, Odd)
+    are_numbers = all(reward is None or is_number(reward) for reward in rewards)
+    is_good = are_numbers and is_number(component) and is_number(metric, 1e300)
+    assert (trajectory.failure is None) == is_good
+    assert not has_failed(trajectory)
+    columns = scoring_columns([trajectory])
+    assert columns.get("reward_error", [""]) == ["" if is_good else trajectory.failure.message]
+    scores = Jagged.of(assemble_trajectories([trajectory])["environment_scores"]).values
+    assert bool(scores.isfinite().all())
+    if is_good:
+        assert float(scores.sum()) == sum(float(reward) for reward in rewards if reward is not None)
+    assert all(math.isfinite(value) for value in agent_metrics([trajectory]).values())
 
 
 class Broken(Echo):

@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from agent_tools import write_tokenizer
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcast.contracts.renderer import RendererSetup
 from rollcast.errors import RendererError
+from rollcast_agents.renderers.library import LibraryRenderer
 from rollcast_agents.tool_formats import FORMATS, tool_format
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
@@ -182,6 +185,37 @@ def test_qwen3_coder_gives_arguments_the_types_of_the_schema(data):
     (call,) = tool_format("qwen3_coder")(text, [{"function": {"name": "f", "parameters": parameters}}]).calls
     assert call.arguments == arguments
     assert [type(value) for value in call.arguments.values()] == [type(value) for value in arguments.values()]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    pytest.importorskip("renderers")
+    names = [f"<{close}{name}>" for name in ("tool_call", "tool_response", "think") for close in ("", "/")]
+    vision = [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")]
+    path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), further=[*names, *vision])
+    return LibraryRenderer(RendererSetup(path, options={"name": "qwen3.5"}))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_public_package_gives_arguments_the_types_of_the_schema(library, data):
+    ascii_only = [(schema, values) for schema, values in TYPED if schema not in ({"type": "string"}, {})]
+    texts = st.sampled_from([text.strip() for text in LOOKS_LIKE_JSON])  # the package strips white space
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    kinds = [*ascii_only, ({"type": "string"}, texts), ({}, texts), (optional, st.sampled_from(["1.10", "[1]", None]))]
+    chosen = data.draw(st.lists(st.sampled_from(kinds), max_size=5))
+    arguments = {f"p{place}": data.draw(values) for place, (_, values) in enumerate(chosen)}
+    properties = {f"p{place}": schema for place, (schema, _) in enumerate(chosen)}
+    parameters = {"properties": properties, "$defs": {"Level": {"enum": [1, 2]}}}
+    body = "".join(f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items())
+    text = f"</think>\n\n<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    (call,) = library.parse(library.encode(text), [{"function": {"name": "f", "parameters": parameters}}]).tool_calls
+    assert (call.error, call.arguments) == ("", arguments)
+    assert [type(value) for value in call.arguments.values()] == [type(value) for value in arguments.values()]
+
+
+def written(value):
+    return "null" if value is None else plain(value)
 
 
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b", "c"]), JSON, max_size=3))

@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rollcast.errors import ConfigError, DataError
+from rollcast_data.conversations import ConversationDataset
 from rollcast_data.schemas import DataConfig
 from rollcast_data.supervised import SupervisedDataset
 
@@ -24,6 +25,40 @@ def test_layout(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     assert [row.tolist() for row in batch["responses"].unbind()] == [[b, c, d, EOS], [c, EOS]]
     assert [row.tolist() for row in batch["response_mask"].unbind()] == [[True] * 4, [True] * 2]
     assert batch["index"].tolist() == [0, 1]
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}END{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "ending"),
+    [
+        ("<end>", "<end>"),  # another token than the tokenizer's end token
+        (" <end>\n", " <end>"),
+        ("<eos>", "<eos>"),
+        ("=<end><eos>\n", "=<end>"),
+        ("\n", "<eos>"),  # no special token
+        ("", "<eos>"),
+    ],
+)
+def test_a_response_ends_as_the_template_ends_a_reply(
+    write_rows: Write, make_tokenizer: Make, end: str, ending: str
+) -> None:
+    tokenizer = make_tokenizer(CHAT.replace("END", end))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    user, prefill = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [{"prompt": prompt, "response": "cd"} for prompt in ([user], [user, prefill], "a")]
+
+    def texts(**config: str) -> list[str]:
+        dataset = SupervisedDataset([write_rows(rows)], tokenizer, config)
+        return [str(tokenizer.decode(list(dataset[number].response_ids))) for number in range(len(dataset))]
+
+    assert texts() == [f"cd{ending}", f"cd{ending}", "cd<eos>"]
+    assert texts(apply_chat_template="always") == [f"cd{ending}"] * 3
+    assert texts(apply_chat_template="never") == ["cd<eos>"] * 3
+    # What is trained is what data=conversations trains for the same conversation.
+    talk = write_rows([{"messages": [user, {"role": "assistant", "content": "cd"}]}])
+    assert str(tokenizer.decode(list(ConversationDataset([talk], tokenizer, {})[0].response_ids))) == f"cd{ending}"
 
 
 def test_an_empty_response_is_its_end_token(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:

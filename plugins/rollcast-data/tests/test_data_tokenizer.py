@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rollcast.errors import ConfigError
+from rollcast_data.images import expand_images
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 
 Make = Callable[..., PreTrainedTokenizerFast]
@@ -101,3 +103,22 @@ def test_a_name_of_the_hub_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
         ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir Qwen2\.5-0\.5B, and set model\.path"
     ):
         load_tokenizer("Qwen/Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_the_image_processor_is_trusted_as_the_tokenizer_is(
+    tmp_path: Path, make_tokenizer: Make, monkeypatch: pytest.MonkeyPatch, trusts: bool
+) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Inputs:
+        def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+            seen.append((path, trust_remote_code))
+
+    monkeypatch.setattr("rollcast_vision.model_inputs.ImageInputs", Inputs)
+    make_tokenizer().save_pretrained(str(tmp_path))
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(tmp_path, trust_remote_code=trusts)))
+    assert expand_images([], [], {}, tokenizer) == []
+    assert seen == [(str(tmp_path), trusts)]
+    tokenizer.save_pretrained(str(tmp_path / "saved"))
+    assert "trust" not in (tmp_path / "saved" / "tokenizer_config.json").read_text()

@@ -48,14 +48,14 @@ def test_a_system_message_describes_the_tool(tmp_path: Path) -> None:
     assert [each["content"] for each in found.values["prompt"]] == [PYTHON_INSTRUCTION, "a"]
 
 
-def test_programs_that_read_standard_input_are_kept(tmp_path: Path) -> None:
+def test_programs_that_read_standard_input_or_are_called_are_kept(tmp_path: Path) -> None:
     called = json.dumps({**TESTS, "fn_name": "f"})
     source = write_code(tmp_path, row("a", json.dumps(TESTS), "code"), row("b", called, "code"), row("c", "3", "math"))
     report = EurusCode().run(source, tmp_path / "out")
-    assert report.rows == {"train.parquet": 1, "test.parquet": 1}
-    assert report.notes == ["left out 2 problems whose tests call a function"]
-    (found,) = read_rows(tmp_path / "out" / "train.parquet")
+    assert report.rows == {"train.parquet": 2, "test.parquet": 2}
+    found, other = read_rows(tmp_path / "out" / "train.parquet")
     assert json.loads(found.values["ground_truth"]) == TESTS
+    assert json.loads(other.values["ground_truth"]) == {**TESTS, "fn_name": "f"}
     assert str(tmp_path) not in json.dumps(found.values), "rows of a data set name no folder of the machine"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,7 @@ from rollcast.contracts.reward import (
 )
 from rollcast.errors import ConfigError, PluginNotFoundError, RewardError
 from rollcast_verl.need import need_verl
+from rollcast_verl.programs import use_sandbox
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +41,24 @@ _LOOP_MANAGERS = ("naive", "dapo", "rate_limited")
 class VerlReward(BaseReward):
     """verl's ``default_compute_score``, or another of its functions of this signature.
 
+    Programs that verl would run in this process, those of ``prime_code``, run in the sandbox of the reward ``code``.
+
     Args:
         function: name of the function in verl, as ``module:function``.
+        allow_missing: promised kinds of isolation without which programs may run on this machine.
         **kwargs: further keyword arguments of the function, such as ``sandbox_fusion_url``.
     """
 
     name = "verl"
 
-    def __init__(self, function: str = "verl.utils.reward_score:default_compute_score", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        function: str = "verl.utils.reward_score:default_compute_score",
+        allow_missing: Collection[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._allow_missing = tuple(allow_missing)
+        use_sandbox(self._allow_missing)
         module, _, name = function.partition(":")
         found = getattr(need_verl(module, "the reward verl"), name, None)
         if not callable(found):
@@ -65,6 +76,7 @@ class VerlReward(BaseReward):
         Raises:
             RewardError: the function returned no score. Its own exceptions pass through.
         """
+        use_sandbox(self._allow_missing)  # another process of the manager `prime` has verl's own module
         value = self._compute_score(
             data_source=sample.data_source,
             solution_str=sample.response,

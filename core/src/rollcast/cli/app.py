@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import functools
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as find_version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +28,8 @@ from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
 from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines, recorded_exit_code
-from rollcast.errors import PluginError
+from rollcast.contracts.storage import explain_local, is_url
+from rollcast.errors import ConfigError, PluginError
 from rollcast.plugins import Registry
 from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins, find_source
 
@@ -109,15 +112,49 @@ def _build_forwarder(plugin: PluginInfo) -> Any:
     """Build a command with the plugin's name that imports the plugin when it is called."""
 
     def forward(ctx: typer.Context) -> None:
-        command = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
-        run = command if isinstance(command, typer.Typer) else command.main
+        found = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
+        command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+        _refuse_urls(command, ctx.args)
         # The parent context shares its ``meta``, and therefore --traceback, with the command's context.
-        run(args=list(ctx.args), prog_name=plugin.name, parent=ctx.parent)
+        command.main(args=list(ctx.args), prog_name=plugin.name, parent=ctx.parent)
 
     app = typer.Typer()
     line = _read_help(plugin) or f"A command of {plugin.owner}."
     app.command(plugin.name, cls=_Forwarder, add_help_option=False, help=line)(forward)
     return typer.main.get_command(app)
+
+
+def _refuse_urls(command: Any, arguments: Sequence[str]) -> None:
+    """Make a command refuse a URL for a parameter that it takes as a path.
+
+    A path turns ``s3://bucket/x`` into ``s3:/bucket/x``, a folder ``s3:`` on this machine. A command that can read or
+    write a URL takes it as text.
+
+    Args:
+        command: command or group; the functions that it calls are replaced.
+        arguments: arguments as they were written.
+    """
+    texts = [text for argument in arguments for text in (argument, argument.partition("=")[2])]
+    urls = {Path(text): text for text in texts if is_url(text)}
+    if not urls:
+        return
+    for inner in getattr(command, "commands", {}).values():
+        _refuse_urls(inner, arguments)
+    function = getattr(command, "callback", None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def checked(*positional: Any, **values: Any) -> Any:
+        for parameter in command.params:
+            value = values.get(parameter.name)
+            for path in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(path, Path) and path in urls:
+                    name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+                    raise ConfigError(explain_local(name or parameter.name, urls[path]))
+        return function(*positional, **values)
+
+    command.callback = checked
 
 
 def _read_help(plugin: PluginInfo) -> str:

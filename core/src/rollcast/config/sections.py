@@ -31,7 +31,7 @@ from rollcast.contracts.config import (
     flatten,
 )
 from rollcast.contracts.device import CPU
-from rollcast.contracts.storage import is_url
+from rollcast.contracts.storage import explain_local, is_url
 from rollcast.errors import ConfigError
 
 __all__ = [
@@ -473,13 +473,14 @@ def _refuse_urls(schema: type, own: Mapping[str, Any], path: str, origins: Mappi
         inner, value = dataclass_in(kind), own.get(name)
         if inner is not None and isinstance(value, Mapping):
             _refuse_urls(inner, value, _join(path, name), origins)
-        is_local = any(isinstance(mark, OnThisMachine) for option in _options(kind) for mark in _unwrap(option)[1])
-        if is_local and isinstance(value, str) and is_url(value):
-            key = _join(path, name)
-            raise ConfigError(
-                f"{_where(key, origins)}{key} must be a path on this machine, got the URL {value!r}; mount the file "
-                "system, or give a local path"
-            )
+        key, items = _join(path, name), [("", kind, value)]
+        if isinstance(value, list):
+            items = [(f"[{place}]", _items_of(kind), item) for place, item in enumerate(value)]
+        for place, item_kind, item in items:
+            marks = [mark for option in _options(item_kind) for mark in _unwrap(option)[1]]
+            is_local = any(isinstance(mark, OnThisMachine) for mark in marks)
+            if is_local and isinstance(item, str) and is_url(item):
+                raise ConfigError(f"{_where(key, origins)}{explain_local(key + place, item)}")
 
 
 def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:

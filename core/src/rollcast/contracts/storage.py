@@ -40,6 +40,7 @@ __all__ = [
     "NodeCopy",
     "NodePath",
     "RemoteFolder",
+    "explain_local",
     "explain_url",
     "fetch_files",
     "is_url",
@@ -77,6 +78,11 @@ ModelPath = Annotated[str, CopiedToNode(is_model=True)]
 def is_url(path: str) -> bool:
     """Return True if a path is a URL of a file system, such as ``s3://bucket/key``."""
     return _URL.match(path) is not None
+
+
+def explain_local(name: str, url: str) -> str:
+    """Return the message for a URL given for ``name``, a key or option that takes a path of a mounted file system."""
+    return f"{name} must be a path on this machine, got the URL {url!r}; mount the file system, or give a local path"
 
 
 def explain_url(url: str, error: Exception, where: str = "") -> str:

@@ -16,7 +16,10 @@ from rollcast.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HUB_NAME", "encode_texts", "read_tokenizer"]
+__all__ = ["HUB_NAME", "TRUSTS_CODE", "encode_texts", "read_tokenizer"]
+
+#: Attribute of a tokenizer from :func:`read_tokenizer`: the user's ``trust_remote_code``, which holds for its folder.
+TRUSTS_CODE = "rollcast_trusts_code"
 
 #: A name of the Hugging Face Hub, which is also a relative path.
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -66,6 +69,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"model.path: {folder.absolute()} gives a {type(tokenizer).__name__}, not a tokenizer")
+    setattr(tokenizer, TRUSTS_CODE, trust_remote_code)
     return tokenizer
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollcast.contracts.storage import explain_local, is_url
 from rollcast.errors import ConfigError
 
 __all__ = ["load_named"]
@@ -29,6 +30,8 @@ def load_named(path: str, key: str) -> Any:
     where, _, name = path.rpartition(":")
     if not where or not name:
         raise ConfigError(f"{key}={path} is not the name of an object; write file.py:function or module:function")
+    if is_url(where):
+        raise ConfigError(explain_local(key, path))
     try:
         module = _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         found = getattr(module, name)

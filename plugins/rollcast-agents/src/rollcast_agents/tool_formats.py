@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from rollcast.contracts.renderer import ToolCall, ToolSchema
 from rollcast.errors import RendererError
 
-__all__ = ["FORMATS", "Parsed", "tool_format"]
+__all__ = ["FORMATS", "Parsed", "arguments_by_schema", "tool_format", "tool_parameters"]
 
 
 class Parsed(NamedTuple):
@@ -106,7 +106,7 @@ def _with_arguments(name: str, arguments: Any, call_id: str = "") -> ToolCall:
     return ToolCall(name, dict(arguments), call_id)
 
 
-def _parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
+def tool_parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
     """Return the schema of each tool's arguments by the tool's name."""
     functions = [tool.get("function", tool) for tool in tools]
     return {str(each.get("name")): each.get("parameters") or {} for each in functions if each.get("name")}
@@ -151,6 +151,20 @@ def _by_schema(text: str, types: set[str]) -> Any:
     word = text.strip()
     values = [read(word) for read in (_read_word, _read_json, _read_literal)]
     return next((value for value in values if value is not _UNREAD and _types_of(value) & others), text)
+
+
+def arguments_by_schema(texts: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that were written without quotes, as values of the types in their tool's schema.
+
+    Args:
+        texts: argument's name → its text; other values are unchanged.
+        schema: schema of the tool's arguments.
+    """
+    own = schema.get("properties") or {}
+    return {
+        key: _by_schema(text, _types(own.get(key), schema)) if isinstance(text, str) else text
+        for key, text in texts.items()
+    }
 
 
 _UNREAD = object()
@@ -212,7 +226,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
 
     The format writes text without quotes, so the tool's schema decides about the type of each argument.
     """
-    schemas = _parameters(tools)
+    schemas = tool_parameters(tools)
 
     def found() -> Iterator[_Found]:
         for start, stop, body in _between(text, "<tool_call>", "</tool_call>"):
@@ -224,13 +238,8 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
                 yield _Found(start, stop, (ToolCall("", error=message),))
                 continue
             name = match[1].strip()
-            schema = schemas.get(name, {})
-            own = schema.get("properties") or {}
-            arguments = {
-                key.strip(): _by_schema(value, _types(own.get(key.strip()), schema))
-                for key, value in _PARAMETER.findall(match[2])
-            }
-            yield _Found(start, stop, (ToolCall(name, arguments),))
+            texts = {key.strip(): value for key, value in _PARAMETER.findall(match[2])}
+            yield _Found(start, stop, (ToolCall(name, arguments_by_schema(texts, schemas.get(name, {}))),))
 
     return _joined(text, found())
 
@@ -246,7 +255,7 @@ def _llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     Without the marker, an object is a call only if it names a tool and has a call's keys: an answer may be JSON too.
     """
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    known = _parameters(tools)
+    known = tool_parameters(tools)
     if "<|python_tag|>" not in text and not _is_llama_call(body, known):
         return Parsed(text.strip(), ())
     decoder = json.JSONDecoder()
@@ -287,7 +296,7 @@ def _llama3_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     begin = _PYTHON_BEGIN.match(body)
-    if "<|python_tag|>" not in text and (begin is None or begin[1] not in _parameters(tools)):
+    if "<|python_tag|>" not in text and (begin is None or begin[1] not in tool_parameters(tools)):
         return Parsed(text.strip(), ())
     try:
         tree = ast.parse(body, mode="eval").body

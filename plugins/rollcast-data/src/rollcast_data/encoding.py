@@ -33,6 +33,7 @@ __all__ = [
     "join_ids",
     "raw_prompt",
     "read_images",
+    "reply_endings",
 ]
 
 _log = logging.getLogger("rollcast.data")
@@ -102,15 +103,14 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
             templated[number] = _render(row, messages, template, read_chat_options(row, config))
             continue
         prompt = raw_prompt(row, config)
-        if isinstance(prompt, str) and config.apply_chat_template == "always":
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str):
+        if template is not None and _is_rendered(prompt, config):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            templated[number] = _render(row, messages, template, read_chat_options(row, config))
+        elif isinstance(prompt, str):
             plain[number] = prompt
-        elif config.apply_chat_template == "never" or template is None:
+        else:
             joined += 1
             plain[number] = "\n".join(message["content"] for message in prompt)
-        else:
-            templated[number] = _render(row, prompt, template, read_chat_options(row, config))
     if joined and config.apply_chat_template != "never":
         _log.warning("the tokenizer has no chat template: the messages of %d prompts are joined by newlines", joined)
     encoded = dict(zip(plain, encode_texts(list(plain.values()), tokenizer, special=True), strict=True))
@@ -120,6 +120,37 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
             raise DataError(f"{row.location}: the prompt has no tokens: {describe(row.get(config.prompt_key))}")
     prompts = [encoded[number] for number in range(len(rows))]
     return expand_images(rows, prompts, images, tokenizer) if images else prompts
+
+
+def _is_rendered(prompt: str | list[dict[str, Any]], config: DataConfig) -> bool:
+    """Return True for a prompt that a chat template renders if the tokenizer has one."""
+    return config.apply_chat_template == "always" or (
+        config.apply_chat_template == "auto" and not isinstance(prompt, str)
+    )
+
+
+def reply_endings(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[str]:
+    """Return the text with which the chat template ends the reply to each row's prompt, up to its stop token.
+
+    The text is empty for a prompt that :func:`encode_prompts` does not render by the template, and for a template that
+    writes no such token; the tokenizer's end token then ends the reply.
+
+    Raises:
+        DataError: the template refuses a question with a reply.
+    """
+    if tokenizer.chat_template is None:
+        return [""] * len(rows)
+    template = ChatTemplate(tokenizer)
+    endings = []
+    for row in rows:
+        ending = ""
+        if has_images(row, config) or _is_rendered(raw_prompt(row, config), config):
+            try:
+                ending = template.closing(read_chat_options(row, config).kwargs).ending
+            except RendererError as error:
+                raise DataError(f"{row.location}: the chat template refuses a reply: {error}") from error
+        endings.append(ending)
+    return endings
 
 
 def _render(row: Row, messages: list[dict[str, Any]], template: ChatTemplate | None, options: ChatOptions) -> str:

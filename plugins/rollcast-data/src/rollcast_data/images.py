@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.tokenizer import TRUSTS_CODE
 from rollcast.errors import DataError
 from rollcast_data.files import Row
 from rollcast_data.schemas import DataConfig
@@ -98,7 +99,8 @@ def expand_images(
     """
     from rollcast_vision.model_inputs import ImageInputs
 
-    inputs = ImageInputs(tokenizer.name_or_path)
+    # The tokenizer's folder is that of the image processor, and the user trusts its code or not.
+    inputs = ImageInputs(tokenizer.name_or_path, getattr(tokenizer, TRUSTS_CODE, False))
     return [
         inputs.expand(ids, images[number], rows[number].location) if number in images else ids
         for number, ids in enumerate(prompts)

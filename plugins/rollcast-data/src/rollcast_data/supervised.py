@@ -14,7 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset
-from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, image_columns, join_ids, read_images
+from rollcast_data.encoding import (
+    Ids,
+    encode_prompts,
+    encode_texts,
+    fit_prompts,
+    image_columns,
+    join_ids,
+    read_images,
+    reply_endings,
+)
 from rollcast_data.files import Row, read_files
 from rollcast_data.messages import COMPLETION
 from rollcast_data.prompts import require_pad_id
@@ -30,7 +39,7 @@ _log = logging.getLogger("rollcast.data")
 
 @dataclass(frozen=True)
 class SupervisedRow:
-    """A prompt and its response as ids; the response ends with the end token unless it was truncated."""
+    """A prompt and its response as ids; the response ends with a stop token unless it was truncated."""
 
     index: int
     prompt_ids: Ids
@@ -41,8 +50,9 @@ class SupervisedRow:
 class SupervisedDataset(BaseDataset):
     """Prompts with responses, or texts, for a supervised loss on the response's or the text's tokens.
 
-    The prompt is encoded as in :class:`~rollcast_data.prompts.PromptDataset`; the response's text
-    is tokenized on its own, and the end token appended. A response of more than
+    The prompt is encoded as in :class:`~rollcast_data.prompts.PromptDataset`. A response to a prompt that the chat
+    template renders ends as the template ends a reply, up to its stop token; any other response is tokenized on its own
+    and ends with the tokenizer's end token. A response of more than
     ``max_response_length`` tokens is an error with ``truncation: error``. Otherwise it is truncated at its end,
     including the end token; truncating the beginning would teach the model to omit it.
 
@@ -81,12 +91,15 @@ class SupervisedDataset(BaseDataset):
             pairs = _split_texts(rows, encode_texts([text.text for text in texts], tokenizer, special=True), eos_id)
         else:
             prompts = encode_prompts(rows, tokenizer, self.config)
-            responses = encode_texts([text.text for text in texts], tokenizer, special=False)
+            endings = reply_endings(rows, tokenizer, self.config)
+            replies = [text.text + ending for text, ending in zip(texts, endings, strict=True)]
+            responses = encode_texts(replies, tokenizer, special=False)
             pairs = [
-                (_Pair(row, response), prompt) for row, prompt, response in zip(rows, prompts, responses, strict=True)
+                (_Pair(row, response if ending else [*response, eos_id]), prompt)
+                for row, prompt, response, ending in zip(rows, prompts, responses, endings, strict=True)
             ]
         kept = fit_prompts([pair for pair, _ in pairs], [prompt for _, prompt in pairs], self.config)
-        self._rows = self._join(kept, eos_id)
+        self._rows = self._join(kept)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -147,12 +160,12 @@ class SupervisedDataset(BaseDataset):
             raise DataError(f"{row.location}: {TEXT} is empty")
         return _Text(value, is_whole)
 
-    def _join(self, kept: list[tuple[_Pair, Ids]], eos_id: int) -> list[SupervisedRow]:
+    def _join(self, kept: list[tuple[_Pair, Ids]]) -> list[SupervisedRow]:
         limit = self.config.max_response_length
         joined: list[SupervisedRow] = []
         overlong = 0
         for index, (pair, prompt) in enumerate(kept):
-            ids = [*pair.response, eos_id]
+            ids = pair.response
             if len(ids) > limit:
                 overlong += 1
                 if self.config.truncation == "error":
@@ -176,7 +189,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A row and the ids of its response, without the end token."""
+    """A row and the ids of its response, with the tokens that end it."""
 
     row: Row
     response: Ids
@@ -192,4 +205,4 @@ def _split_texts(rows: Sequence[Row], texts: Sequence[Ids], eos_id: int) -> list
     Nothing predicts the first token of a text, so this trains the same tokens as a text without a prompt.
     """
     bare = [ids[:-1] if len(ids) > 1 and ids[-1] == eos_id else ids for ids in texts]
-    return [(_Pair(row, ids[1:]), ids[:1]) for row, ids in zip(rows, bare, strict=True)]
+    return [(_Pair(row, [*ids[1:], eos_id]), ids[:1]) for row, ids in zip(rows, bare, strict=True)]

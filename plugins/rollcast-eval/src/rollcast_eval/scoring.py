@@ -105,6 +105,10 @@ class Scored:
         """Return the value of the final row of each row's rollout, ``[B]``."""
         return self._rollouts.of_final(values)
 
+    def of_any(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return True for each row of a rollout with a True row, bool ``[B]``."""
+        return self._rollouts.sums(flags.int()) > 0
+
     @property
     def final(self) -> torch.Tensor:
         """Mask of the final row of each rollout, bool ``[B]``."""
@@ -462,7 +466,7 @@ class RewardScorer:
         }
         checked = self._with_bad(rows, samples, results, problems)
         scored = Scored(samples, checked, self.reward.max_score, RolloutRows.of(rows))
-        bad = torch.tensor([new is not old for new, old in zip(checked, results, strict=True)], dtype=torch.bool)
+        bad = scored.of_any(torch.tensor([bool(result.error) for result in checked], dtype=torch.bool))
         scored.rule_weight = rule_weight
         scored.scores = (model_scores + rule_weight * scored.scores).masked_fill(bad, 0.0)
         return scored
@@ -507,7 +511,7 @@ class RewardScorer:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()
         for row, result in zip(rows, self._scores_of([samples[row] for row in rows]), strict=True):
-            given[row] = _with_rewards(result, given[row], self.reward.max_score)
+            given[row] = result if result.error else _with_rewards(result, given[row], self.reward.max_score)
         return given
 
     def _checked(
@@ -515,8 +519,9 @@ class RewardScorer:
     ) -> Sequence[RewardResult]:
         """Return the results with every number finite; every score that enters training passes here.
 
-        A rollout is bad if a number of one of its rows is not finite or exceeds ``MAX_REWARD``, or if its row in the
-        object column ``reward_error`` says so.
+        A rollout is bad if a number of one of its rows is not finite or exceeds ``MAX_REWARD``, if its row in the
+        object column ``reward_error`` says so, or if the reward failed on its final row. All rows of a bad rollout
+        score 0.
 
         Raises:
             RewardError: a rollout is bad, and the settings do not allow it.
@@ -525,8 +530,14 @@ class RewardScorer:
         problems = {
             row: problem
             for row, (result, error) in enumerate(zip(results, errors, strict=True))
-            if (problem := error or _problem("score", result))
+            if (problem := error or ("" if result.error else _problem("score", result)))
         }
+        if any(result.error for result in results) and (rollouts := RolloutRows.of(batch)) is not None:
+            failed = rollouts.sums(torch.tensor([bool(result.error) for result in results]).int()).tolist()
+            results = [
+                RewardResult(0.0, correct=False) if count and not result.error else result
+                for result, count in zip(results, failed, strict=True)
+            ]
         return self._with_bad(batch, samples, results, problems)
 
     def _with_bad(
@@ -548,7 +559,8 @@ class RewardScorer:
         for row, problem in problems.items():
             by_rollout.setdefault(index[row], problem)
         heads = [finals.get(rollout, index.index(rollout)) for rollout in dict.fromkeys(index)]
-        outcomes = Outcomes(reward_name(self.reward), [samples[row] for row in heads], self._settings)
+        before = sum(bool(results[row].error) and index[row] not in by_rollout for row in heads)
+        outcomes = Outcomes(reward_name(self.reward), [samples[row] for row in heads], self._settings, before)
         for place, row in enumerate(heads):
             found_problem = by_rollout.get(index[row])
             outcomes.add(place, results[row] if found_problem is None else Failure("value", found_problem))

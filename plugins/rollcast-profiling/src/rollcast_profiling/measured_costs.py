@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollcast.contracts.config import config
+from rollcast.contracts.config import LocalPath, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
     Cluster,
@@ -57,9 +57,9 @@ _PHASES: dict[str, tuple[Phase, ...]] = {
 class MeasuredConfig(AnalyticalConfig):
     """Keys of the measurements. The other keys are those of ``analytical``, which prices what was not measured."""
 
-    tables: list[str] = field(default_factory=list)
+    tables: list[LocalPath] = field(default_factory=list)
     """Files that ``rollcast profile`` wrote; at least one."""
-    runs: list[str] = field(default_factory=list)
+    runs: list[LocalPath] = field(default_factory=list)
     """Directories of runs whose times correct the prices."""
 
 

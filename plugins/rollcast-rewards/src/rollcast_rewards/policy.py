@@ -124,12 +124,14 @@ class Outcomes:
         name: name of the reward, for messages.
         samples: samples of the batch.
         settings: policy for bad samples.
+        bad: number of samples that were found to be bad before, for the largest share.
     """
 
-    def __init__(self, name: str, samples: Sequence[RewardSample], settings: RewardSettings) -> None:
+    def __init__(self, name: str, samples: Sequence[RewardSample], settings: RewardSettings, bad: int = 0) -> None:
         self._name = name
         self._samples = samples
         self._settings = settings
+        self._bad = bad
         self._results: list[RewardResult | None] = [None] * len(samples)
         self._failures: dict[int, Failure] = {}
         #: Samples without an outcome so far.
@@ -151,9 +153,10 @@ class Outcomes:
             raise RewardError(f"{error}\n{self._show(index)}") from outcome.cause
         dropped = self._settings.on_error == "drop"
         self._results[index] = RewardResult(0.0, correct=False, error=error, dropped=dropped)
-        if len(self._failures) > self._settings.max_bad_share * len(self._samples):
+        bad = self._bad + len(self._failures)
+        if bad > self._settings.max_bad_share * len(self._samples):
             raise RewardError(
-                f"reward {self._name}: {len(self._failures)} of {len(self._samples)} samples got no score"
+                f"reward {self._name}: {bad} of {len(self._samples)} samples got no score"
                 f" ({self._kinds()}), and reward.max_bad_share is {self._settings.max_bad_share:g}; the last one"
                 f" {outcome.what}\n{self._show(index)}"
             ) from outcome.cause

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollcast.contracts.storage import explain_local, is_url
 from rollcast.errors import ConfigError
 
 __all__ = ["FORM", "UserFunction", "find_function"]
@@ -66,6 +67,8 @@ def _is_module_name(text: str) -> bool:
 
 
 def _existing(text: str, key: str) -> Path:
+    if is_url(text):
+        raise ConfigError(explain_local(key, text))
     file = Path(text).expanduser().absolute()
     if not file.is_file():
         folder = file.parent

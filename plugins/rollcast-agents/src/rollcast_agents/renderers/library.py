@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
+from rollcast_agents.tool_formats import arguments_by_schema, tool_parameters
 
 __all__ = ["LibraryRenderer"]
 
@@ -69,7 +71,12 @@ class LibraryRenderer(BaseRenderer):
 
     def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
         parsed = self._renderer.parse_response(ids.tolist(), tools=_specs(tools))
-        calls = tuple(_call(number, call) for number, call in enumerate(parsed.tool_calls or ()))
+        found = list(parsed.tool_calls or ())
+        if found and tools:
+            as_text = self._renderer.parse_response(ids.tolist(), tools=_text_specs(tools)).tool_calls
+            schemas = tool_parameters(tools)
+            found = [_typed(call, text, schemas) for call, text in zip(found, as_text, strict=True)]
+        calls = tuple(_call(number, call) for number, call in enumerate(found))
         return Message(parsed.content or "", parsed.reasoning_content or "", calls)
 
     def encode(self, text: str) -> Tokens:
@@ -100,6 +107,34 @@ def _refuse_prefill(messages: Sequence[ChatMessage]) -> None:
 
 def _specs(tools: Sequence[ToolSchema]) -> list[Any] | None:
     return [dict(tool.get("function", tool)) for tool in tools] or None
+
+
+def _text_specs(tools: Sequence[ToolSchema]) -> list[Any]:
+    """Return the tools with a string for every argument."""
+    return [
+        {
+            "name": name,
+            "parameters": {"properties": {key: {"type": "string"} for key in schema.get("properties") or ()}},
+        }
+        for name, schema in tool_parameters(tools).items()
+    ]
+
+
+def _typed(call: Any, as_text: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return a call whose arguments have the types of the tool's schema.
+
+    Where a family writes arguments without quotes, the package reads JSON unless an argument's type is exactly string,
+    so an optional string ``1.10`` would become a number. In such a family the two readings differ.
+
+    Args:
+        call, as_text: the package's readings by the tools' schemas, and with every argument as a string.
+        schemas: schema of each tool's arguments.
+    """
+    texts = as_text.arguments
+    is_same = repr((call.status, call.arguments)) == repr((as_text.status, texts))
+    if is_same or not isinstance(texts, dict):
+        return call
+    return replace(as_text, arguments=arguments_by_schema(texts, schemas.get(as_text.name or "", {})))
 
 
 def _call(number: int, call: Any) -> ToolCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,8 +72,7 @@ class EurusCode(BasePreprocessor):
 
     Reads the files that begin with ``train`` and ``validation`` in a folder, as published. Writes train.parquet and
     test.parquet with the columns data_source, prompt (chat messages), ability, ground_truth (JSON with inputs and
-    outputs, for the reward ``code``) and extra_info. Problems whose tests call a function instead of reading standard
-    input are left out, and counted in a note.
+    outputs, for the reward ``code``, and with fn_name if the tests call a function) and extra_info.
     """
 
     files: ClassVar[Mapping[str, str]] = {"train": "train*.parquet", "test": "validation*.parquet"}
@@ -85,19 +84,15 @@ class EurusCode(BasePreprocessor):
             DataError: there is no source, a file is missing, or a programming problem lacks its prompt or its tests.
         """
         folder = _require_source(source, "eurus_code", self.files)
-        left_out = 0
         splits: dict[str, list[dict[str, Any]]] = {}
         for split, pattern in self.files.items():
             problems = [row for row in read_files([_in_folder(folder, pattern)]) if row.get("ability") == "code"]
-            rows = [_program(row, index) for index, row in enumerate(problems)]
-            splits[split] = [row for row in rows if row is not None]
-            left_out += len(rows) - len(splits[split])
-        notes = [f"left out {left_out:,} problems whose tests call a function"] if left_out else []
-        return _write(output, splits, notes)
+            splits[split] = [_program(row, index) for index, row in enumerate(problems)]
+        return _write(output, splits)
 
 
-def _program(row: Row, index: int) -> dict[str, Any] | None:
-    """Return the converted row of problem ``index``; None if its tests do not read standard input."""
+def _program(row: Row, index: int) -> dict[str, Any]:
+    """Return the converted row of problem ``index``."""
     text = _truth(row)
     try:
         tests = json.loads(text)
@@ -105,13 +100,11 @@ def _program(row: Row, index: int) -> dict[str, Any] | None:
         raise DataError(f"{row.location}: the tests are not JSON: {text[:80]!r}") from error
     if not isinstance(tests, dict) or not tests.get("inputs") or not tests.get("outputs"):
         raise DataError(f"{row.location}: the tests have no 'inputs' and 'outputs': {text[:80]!r}")
-    if tests.get("fn_name"):
-        return None
     return {
         "data_source": str(row.get("data_source")),
         "prompt": _prompt(row),
         "ability": "code",
-        "ground_truth": json.dumps({"inputs": tests["inputs"], "outputs": tests["outputs"]}),
+        "ground_truth": json.dumps({name: tests[name] for name in ("inputs", "outputs", "fn_name") if tests.get(name)}),
         "extra_info": {"index": index},
     }
 
@@ -144,7 +137,7 @@ def _truth(row: Row) -> str:
     return truth
 
 
-def _write(output: Path, splits: Mapping[str, list[dict[str, Any]]], notes: Sequence[str] = ()) -> PreprocessReport:
+def _write(output: Path, splits: Mapping[str, list[dict[str, Any]]]) -> PreprocessReport:
     # Every file is read before one is written, so a bad row does not leave half of a data set behind.
     rows = {f"{split}.parquet": write_parquet(output / f"{split}.parquet", each) for split, each in splits.items()}
-    return PreprocessReport(rows, list(notes))
+    return PreprocessReport(rows)
