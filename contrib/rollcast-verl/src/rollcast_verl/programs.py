@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from rollcast.contracts.reward import RewardSample, build_reward
+from rollcast.contracts.reward import RewardResult, RewardSample, build_reward
 
 __all__ = ["PROGRAMS", "use_sandbox"]
 
@@ -48,7 +48,8 @@ class _Sandboxed(ModuleType):
         limits = {"partial": True, "max_tests": _TESTS} if continuous else {}
         reward = build_reward("code", {**limits, "allow_missing": list(self.allow_missing)})
         response = completion if "```" in completion else f"```python\n{completion}\n```"
-        return float(reward.score(RewardSample("", response, test_cases)).score), []
+        scored = cast(RewardResult, reward.score(RewardSample("", response, test_cases)))
+        return float(scored.score), []
 
 
 def use_sandbox(allow_missing: Collection[str] = ()) -> None:
