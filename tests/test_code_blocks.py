@@ -25,7 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from page_namespaces import SETUPS, enter, run_block
 
 from rollcast import compose
-from rollcast.config.overrides import parse_override
+from rollcast.config.overrides import Combination, expand_sweeps, parse_override
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast.plugins.discovery import describe_groups
 
@@ -233,7 +233,9 @@ def check_rollcast(arguments: list[str], folder: Path) -> None:
     if name == "preprocess":
         return
     if overrides or name in ("train", "config"):
-        compose_them(name, overrides, elided, parsed.params.get("config_dir"), folder)
+        runs = expand_sweeps(overrides) if parsed.params.get("multirun") else [Combination(tuple(overrides), ())]
+        for run in runs:
+            compose_them(name, list(run.overrides), elided, parsed.params.get("config_dir"), folder)
 
 
 def plugin_command(name: str, rest: list[str]) -> tuple[Any, list[str]]:

@@ -19,6 +19,7 @@ from rollcast.plugins.registry import find_registries
 CODE = """
     import errno
     import os
+    import time
     from pathlib import Path
 
     from rollcast.contracts.trainer import BaseTrainer, RunResult
@@ -51,6 +52,10 @@ CODE = """
                 raise ZeroDivisionError("an oversight")
             if what == "interrupt":
                 raise KeyboardInterrupt
+            if what == "wait":
+                (run_dir / "waits").touch()
+                for _ in range(600):
+                    time.sleep(0.1)
             return RunResult(config.trainer.steps, run_dir)
 """
 CONF = """

@@ -6,14 +6,15 @@ import errno
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -21,7 +22,7 @@ from rollcast.contracts.command import build_console
 from rollcast.contracts.logs import set_log_level
 from rollcast.errors import RollcastError, WorkerError
 
-__all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "set_up_logging", "show_error", "stoppable"]
+__all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "run_process", "set_up_logging", "show_error", "stoppable"]
 
 #: Exit code of a command that was rejected or failed; 1 is reserved for bugs.
 EXIT_FAILED = 2
@@ -116,15 +117,46 @@ def stoppable() -> Iterator[None]:
             os.write(2, show_cursor + b"\nended at once\n")
         os._exit(_received.exit_code)
 
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
+    before = {number: signal.signal(number, stop) for number in _heeded()}
     try:
         yield
     finally:
         # After an interrupt, keep the handler for a second signal during Python's shutdown.
         if _received.count == 0:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            _restore(before)
+
+
+def run_process(command: Sequence[str]) -> int:
+    """Run a command in a process of its own, which gets the signals that would stop this process; return its exit code.
+
+    The caller asks :func:`interrupted` afterwards.
+    """
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        _received.number = number if _received.count == 0 else _received.number
+        _received.count += 1
+        if process is not None:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in _heeded()}
+    try:
+        # Outside this process group, or a terminal would send it each signal too.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603
+        if interrupted():
+            process.send_signal(_received.number)
+        return process.wait()
+    finally:
+        _restore(before)
+
+
+def _heeded() -> list[int]:
+    return [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def interrupted() -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from rollcast.cli.multirun import train_each
 from rollcast.cli.terminal import interrupted
 from rollcast.contracts.command import ConfigDir, Overrides, Traceback, record_command
 from rollcast.contracts.files import find_newest_checkpoint
@@ -15,7 +19,23 @@ __all__ = ["train"]
 logger = logging.getLogger(__name__)
 
 
-def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback: Traceback = False) -> None:
+Multirun = Annotated[
+    bool,
+    typer.Option(
+        "--multirun",
+        "-m",
+        help="Train a run for each combination of values such as trainer.seed=1,2, one after the other, each in a "
+        "folder of run_dir.",
+    ),
+]
+
+
+def train(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    multirun: Multirun = False,
+    _traceback: Traceback = False,
+) -> None:
     """Train a model.
 
     Arguments are Hydra overrides, such as recipe=quickstart trainer.seed=1 run_dir=runs/x;
@@ -24,10 +44,13 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     """
     from rollcast.config.launch import launch, prepare
 
+    options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    if multirun:
+        train_each(overrides or (), config_dir, options)
+        return
     composed = prepare(overrides or (), config_dir)
     run_dir = Path(composed.config.run_dir)
-    folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    record_command(["train", *folder, *(overrides or ())])
+    record_command(["train", *options, *(overrides or ())])
     try:
         result = launch(composed)
     except BaseException as error:

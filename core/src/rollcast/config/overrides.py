@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from rollcast.config.sections import nearest
 from rollcast.errors import ConfigError
 from rollcast.plugins.discovery import find_known, find_plugins
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override as HydraOverride
+
 __all__ = [
     "REMOVED",
+    "Combination",
     "Override",
     "check_option",
+    "expand_sweeps",
     "explain_option",
     "format_override",
     "parse_override",
@@ -26,6 +34,8 @@ __all__ = [
 REMOVED = "__rollcast_removed__"
 #: Key of the override that names a mapping file.
 _MAPPING = "mapping"
+#: Number of characters after which the name of a combination's folder is cut; file systems allow 255 bytes.
+_LONGEST_NAME = 200
 #: Config group → the registry group whose plugins its options name, and the key of that name.
 _PLUGIN_GROUPS = {
     "engine": ("rollcast.engines", "actor.engine.name"),
@@ -87,21 +97,81 @@ def parse_override(text: str) -> Override:
     Raises:
         ConfigError: The text is not an override, or contains several values, as for a sweep.
     """
+    parsed = _parse(text)
+    key = parsed.key_or_group
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"override {text!r} holds several values, but a run takes one; a list is written {key}=[a,b], and rollcast "
+            "train --multirun trains a run for each value"
+        )
+    return Override(text, key, parsed.value(), parsed.is_delete(), parsed.package is not None)
+
+
+def _parse(text: str) -> HydraOverride:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins  # noqa: F401  # the parser needs the plugin system loaded
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         key, equals, value = text.partition("=")
         how = f"quote a value that holds special characters: {key}='\"{value}\"'" if equals else "write key=value"
         raise ConfigError(f"override {text!r} cannot be read: {reason}; {how}") from error
-    key = parsed.key_or_group
-    if parsed.is_sweep_override():
-        raise ConfigError(f"override {text!r} holds several values, but a run takes one; a list is written {key}=[a,b]")
-    return Override(text, key, parsed.value(), parsed.is_delete(), parsed.package is not None)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One combination of the values of a sweep.
+
+    Attributes:
+        overrides: All overrides, each with one value.
+        swept: Those of them that had several values.
+    """
+
+    overrides: tuple[str, ...]
+    swept: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Name of a folder for the combination, which no other one has; empty if only ``run_dir`` is swept, or nothing.
+
+        It is the same each time, so the same sweep finds its runs again.
+        """
+        named = ",".join(each.lstrip("+") for each in self.swept if _parse(each).key_or_group != "run_dir")
+        name = quote(named, safe="=,+@~ '\"()[]{}")
+        digest = hashlib.sha256(named.encode()).hexdigest()[:12]
+        return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{digest}"
+
+
+def expand_sweeps(overrides: Sequence[str]) -> list[Combination]:
+    """Return each combination of the values of overrides in Hydra's syntax for sweeps: ``key=1,2`` or ``range(1,4)``.
+
+    The last override varies fastest.
+
+    Raises:
+        ConfigError: An override cannot be read, or its values cannot be enumerated: an interval, or a glob.
+    """
+    return [
+        Combination(tuple(text for text, _ in values), tuple(text for text, is_swept in values if is_swept))
+        for values in itertools.product(*map(_values, overrides))
+    ]
+
+
+def _values(text: str) -> list[tuple[str, bool]]:
+    """Return an override for each value, and whether it is one of several."""
+    from hydra.core.override_parser.types import ValueType
+
+    parsed = _parse(text)
+    if not parsed.is_sweep_override():
+        return [(text, False)]
+    key = parsed.get_key_element()
+    if parsed.value_type not in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
+        raise ConfigError(
+            f"override {text!r} does not list its values; write {key}=a,b, or {key}=range(1,4) for numbers"
+        )
+    return [(f"{key}={value}", True) for value in parsed.sweep_string_iterator()]
 
 
 def with_mappings(overrides: Sequence[Override]) -> list[Override]:
