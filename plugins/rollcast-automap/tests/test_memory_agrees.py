@@ -46,6 +46,8 @@ CASES = {
         "actor.engine.use_remove_padding=true",
     ],
     "offload": [*EIGHT, "actor.engine.param_offload=true", "actor.engine.optimizer_offload=true"],
+    "FSDP2's offload policy": [*EIGHT, "actor.engine.offload_policy=true"],
+    "FSDP2's offload policy on one device": ["placement.device=cuda", "actor.engine.offload_policy=true"],
     "offload of the reference alone": [*EIGHT, "ref.engine.param_offload=true"],
     "weights stay gathered": [*EIGHT, "actor.engine.reshard_after_forward=false", "actor.engine.model_dtype=bf16"],
     "adapter": [*EIGHT, "model.lora_rank=4"],
@@ -131,8 +133,10 @@ def test_plan_and_map_say_the_same_bytes(model: Path, name: str) -> None:
     for pool_name, roles in memory.items():
         assert pool_bytes(list(roles.values())) == max(plan[pool_name]["device"].values())
     actor, items = memory[next(iter(plan))]["actor"], plan[next(iter(plan))]["items"]
-    assert actor.gradients == items["actor: gradients"]
-    assert actor.optimizer == items["actor: optimizer state"]
+    # Under FSDP2's policy the device has none of them.
+    assert actor.gradients == items.get("actor: gradients", 0)
+    assert actor.optimizer == items.get("actor: optimizer state", 0)
+    assert ("actor: gradients" in items) != ("actor: kept gradients" in items)
     assert (actor.activations, actor.logits) == (items["actor: activations"], items["actor: logits"])
 
 
@@ -149,6 +153,20 @@ def test_plan_and_map_divide_stages_into_chunks(model: Path) -> None:
         check_split(build(model, [*MEGATRON, f"{stages}=2", f"{key}=3"]), size)
     uneven = "actor.engine.num_layers_in_first_pipeline_stage=2"
     check_split(build(model, [*MEGATRON, f"{stages}=2", f"{key}=2", uneven]), replace(size, layers=7))
+
+
+def test_weights_from_host_memory_cost_copies_and_a_slower_optimizer(model: Path) -> None:
+    costs, found = AnalyticalCosts(AnalyticalConfig()), []
+    for changes in ([], ["actor.engine.offload_policy=true"]):
+        trainer = build(model, ["placement.device=cuda", *changes])
+        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        placement, pool = place(trainer, problem, problem.role("actor"))
+        stage = next(each for each in problem.stages if each.name == "update_actor")
+        found.append(costs.stage_cost(problem, stage, placement, pool, "hybrid"))
+    plain, streamed = found
+    assert streamed.compute == plain.compute
+    assert streamed.memory > plain.memory
+    assert streamed.communication > plain.communication == 0
 
 
 def test_chunks_of_stages_cost_exchanges_and_save_idle_time(model: Path) -> None:

@@ -411,6 +411,9 @@ def test_layouts_of_engines() -> None:
     mixed = layout_of(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 8)
     assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8, keeps_gradients=False)
     assert (mixed.shard(10), mixed.gathers) == (3, True)
+    streams = layout_of(FsdpConfig(offload_policy=True), 1)
+    assert streams == EngineLayout(1, gradient=4, state=8, keeps_gradients=False, streams_weights=True)
+    assert streams.gathers
     assert not has_known_keys(object())
     assert layout_of(object(), 4) == EngineLayout(1, gradient=4, state=8)
     lean = FsdpConfig(

@@ -20,7 +20,7 @@ class TestFsdpEngine(EngineSuite):
         "two ranks": Layout(2),
         "two ranks of one sequence": Layout(2, {"ulysses_sequence_parallel_size": 2, **PACKS}),
         "four ranks": Layout(4, {"use_fused_kernels": True, "forward_prefetch": True, **PACKS}),
-        "two copies on two ranks": Layout(4, {"fsdp_size": 2}),
+        "two copies on two ranks, from host memory": Layout(4, {"fsdp_size": 2, "offload_policy": True}),
         "two copies, two ranks a sequence": Layout(
             4,
             {

@@ -56,6 +56,10 @@ def test_yaml_holds_the_name_alone() -> None:
             {"share_prompts": True, "use_remove_padding": True},
             r"share_prompts is true, and so is actor\.engine\.use_remove_padding",
         ),
+        (
+            {"offload_policy": True, "param_offload": True, "optimizer_offload": True},
+            r"offload_policy is true, .* for actor\.engine\.param_offload and actor\.engine\.optimizer_offload; set them",
+        ),
         ({"param_dtype": "fp16"}, "param_dtype must be one of fp32, bf16 or null, got 'fp16'"),
         ({"reduce_dtype": "half"}, "reduce_dtype must be one of fp32, bf16 or null, got 'half'"),
     ],

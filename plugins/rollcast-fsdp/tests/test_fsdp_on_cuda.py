@@ -17,6 +17,11 @@ class TestFsdpOnCuda(EngineSuite):
     packing_config: ClassVar = {"use_remove_padding": True}
 
 
+class TestFsdpFromHostMemoryOnCuda(EngineSuite):
+    name = "fsdp"
+    engine_config: ClassVar = {"offload_policy": True, "use_fused_kernels": True}
+
+
 class TestFsdpThatSavesMemoryOnCuda(EngineSuite):
     name = "fsdp"
     engine_config: ClassVar = {

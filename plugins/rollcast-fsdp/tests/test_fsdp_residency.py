@@ -13,12 +13,16 @@ import pytest
 import torch
 from fake_streams import RecordingStream
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rollcast_fsdp.engine as engine_module
-from rollcast.contracts.engine import ForwardSettings, OptimConfig
+import rollcast_fsdp.sharding as sharding_module
+from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_fsdp.model import build_module
 from rollcast_fsdp.offload import ActivationOffload
 from rollcast_fsdp.residency import Residency
+from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_testing.tiny import random_batch, tiny_model_folder
 
 ALONE = scenarios.ALONE
@@ -120,6 +124,39 @@ def test_eight_bit_moments_move_as_they_are_and_are_kept_in_checkpoints(
     again = scenarios.build(ALONE, folder, optim=optim)
     again.load_checkpoint(tmp_path / "checkpoint")
     assert update(again, 20) == update(engine, 20)
+
+
+def test_the_offload_policy_holds_every_weight_and_moves_none(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies: list[object] = []
+    shard = sharding_module.fully_shard
+
+    def spy(module: nn.Module, **options: object) -> object:
+        policies.append(options.get("offload_policy"))
+        return shard(module, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(sharding_module, "fully_shard", spy)
+    engine = scenarios.build(ALONE, model_folder, offload_policy=True)
+    assert len(policies) == 3  # two layers and the rest
+    assert all(isinstance(each, CPUOffloadPolicy) for each in policies)
+    plain = scenarios.build(ALONE, model_folder)
+    assert update(engine, 0) == pytest.approx(update(plain, 0), rel=1e-6)
+    weights = [parameter.data_ptr() for parameter in engine.module.parameters()]
+    for device in ("cpu", "device"):
+        engine.to(device)
+    assert [parameter.data_ptr() for parameter in engine.module.parameters()] == weights
+    for name, tensor in scenarios.weights(engine).items():
+        torch.testing.assert_close(tensor, scenarios.weights(plain)[name], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("random_init", [False, True])
+def test_weights_are_loaded_to_their_home_and_buffers_to_the_device(model_folder: Path, random_init: bool) -> None:
+    model, optim = ModelConfig(str(model_folder), random_init=random_init), OptimConfig()
+    plan = build_module(EngineSetup("language_model", model, FsdpConfig(), optim, ALONE), torch.float32)
+    plan.fill(torch.device("meta"), torch.device("cpu"))
+    assert {each.device.type for each in plan.module.parameters()} == {"cpu"}
+    assert {each.device.type for each in plan.module.buffers()} == {"meta"}
 
 
 def test_training_leaves_no_gradients_and_no_cache(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ def test_training_is_that_of_one_rank(ranks: Any, model_folder: Path, splits: li
     assert_same_training(alone, ranks.run(scenarios.train, folder=model_folder, splits=splits))
 
 
-@pytest.mark.parametrize("keys", [{"reshard_after_forward": False}, {"enable_gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "keys", [{"reshard_after_forward": False}, {"enable_gradient_checkpointing": True}, {"offload_policy": True}]
+)
 def test_keys_that_trade_memory_change_no_number(ranks: Any, untied_folder: Path, keys: dict[str, bool]) -> None:
     settings = ForwardSettings(max_token_len_per_gpu=30, temperature=0.7, calculate_entropy=True)
     options: dict[str, Any] = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}

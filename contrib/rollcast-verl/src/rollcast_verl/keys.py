@@ -177,7 +177,7 @@ _OPTIM = (
 )
 _FSDP = (
     *("param_offload", "optimizer_offload", "reshard_after_forward", "fsdp_size", "forward_prefetch", "model_dtype"),
-    *("ulysses_sequence_parallel_size", "use_torch_compile"),
+    *("ulysses_sequence_parallel_size", "use_torch_compile", "offload_policy"),
 )
 _PADDING = "rollcast pads only where arithmetic needs it; batches are jagged, so there is nothing to choose"
 _ENTROPY = (
@@ -493,7 +493,7 @@ def _critic() -> list[Rule]:
         ),
         Rule("critic.grad_clip", "critic.optim.clip_grad", "one key for all engines"),
         Rule("critic.optim.clip_grad", note="verl reads `critic.grad_clip`, which is translated"),
-        *_copied("critic.fsdp", "critic.engine", "param_offload", "optimizer_offload"),
+        *_copied("critic.fsdp", "critic.engine", "param_offload", "optimizer_offload", "offload_policy"),
         *_none(
             "the critic has the actor's engine; override single keys in `critic.engine`",
             "critic.strategy",

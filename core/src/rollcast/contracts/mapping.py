@@ -173,6 +173,8 @@ class TrainingLayout:
         reference: placement of a frozen copy of the model, for a loss that compares the whole vocabulary; None
             without a copy.
         pipeline_chunks: number of chunks of layers in each pipeline stage; more than one for an interleaved schedule.
+        streams_weights: True if weights, gradients and optimizer state stay in host memory, and passes gather weights
+            from there.
     """
 
     shard_size: int = 1
@@ -193,6 +195,7 @@ class TrainingLayout:
     shares_weights: bool = False
     reference: Literal["device", "host"] | None = None
     pipeline_chunks: int = 1
+    streams_weights: bool = False
 
 
 @dataclass(frozen=True)

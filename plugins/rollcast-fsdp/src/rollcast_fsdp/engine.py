@@ -109,7 +109,7 @@ class FsdpEngine(TorchEngine):
         Raises:
             ConfigError: the model folder cannot be used; the message says why.
         """
-        context = self.setup.context
+        context, host = self.setup.context, torch.device("cpu")
         hf_config = load_hf_config(self.setup.model)
         with naming_keys(self.setup.section):
             check_heads(hf_config, self.config.ulysses_sequence_parallel_size, context.world_size)
@@ -125,12 +125,12 @@ class FsdpEngine(TorchEngine):
         if self.config.use_torch_compile:
             with naming_keys(self.setup.section):
                 compile_layers(decoder_layers(module), self.device)
-        if context.world_size > 1 or self.config.mixes_precision:
+        if self.config.shards(context.world_size):
             join_process_group(context)
             self.sharding = shard_module(module, self.config, context, self.device)
             if self.config.share_prompts:
-                log.info("share_prompts has no effect here: the model is sharded, or computes in another dtype")
-        plan.fill(self.device)
+                log.info("share_prompts has no effect here: FSDP2 holds the model")
+        plan.fill(self.device, host if self.config.offload_policy else self.device)
         self.module, self.adapter = module.eval(), plan.adapter
         with naming_keys(self.setup.section):
             kernel = None
@@ -144,7 +144,9 @@ class FsdpEngine(TorchEngine):
         self.passes = Passes(self.forward, self.config, self.sharding, copies, tape)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
-        self.residency = Residency(self.module, self.optimizer, copies)
+        # Under FSDP2's policy, state never moves.
+        moves = CopyStream(host) if self.config.offload_policy else copies
+        self.residency = Residency(self.module, self.optimizer, moves)
         self._offload()
 
     def _build_vision(self) -> None:
@@ -159,8 +161,7 @@ class FsdpEngine(TorchEngine):
                 f"to false for the vision-language model {self.setup.model.path}"
             )
         inputs = ImageInputs(self.setup.model.path, self.setup.model.trust_remote_code)
-        shards = self.setup.context.world_size > 1 or self.config.mixes_precision
-        self.vision = MicroImages(inputs, fills=shards)
+        self.vision = MicroImages(inputs, fills=self.config.shards(self.setup.context.world_size))
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:

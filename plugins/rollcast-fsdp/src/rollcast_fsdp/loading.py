@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 # torch has no public function for the region of a shard in its tensor.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import transform_subclass
 
 from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.errors import ConfigError
@@ -51,16 +52,23 @@ def local_region(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def fill_module(module: nn.Module, read: Read, device: torch.device) -> None:
-    """Allocate a meta-device module on ``device``, and fill this rank's region of every tensor.
+def fill_module(module: nn.Module, read: Read, device: torch.device, home: torch.device) -> None:
+    """Allocate a meta-device module, and fill this rank's region of every tensor.
 
     Tensors are read one at a time, and only this rank's region. Tied weights stay tied.
+
+    Args:
+        module: the module; its parameters may be sharded.
+        read: function that reads a region of a tensor.
+        device: device of the persistent buffers.
+        home: device of the parameters.
     """
     filled: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in filled:
-            filled[id(tensor)] = _fill(tensor, name, read, device)
+            place = home if isinstance(tensor, nn.Parameter) else device
+            filled[id(tensor)] = _fill(tensor, name, read, place)
         state[name] = filled[id(tensor)]
     module.load_state_dict(state, assign=True)
 
@@ -73,8 +81,9 @@ def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor
     local.copy_(read(name, region))
     value: Tensor = local
     if isinstance(tensor, DTensor):
-        value = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        # Not from_local(), which would move a part in host memory to the mesh's device.
+        value = transform_subclass(  # type: ignore[no-untyped-call]
+            tensor.detach(), lambda _, inner: local if isinstance(inner, torch.Tensor) else inner
         )
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import nn
 
 from rollcast.contracts.weights import StackedWeights, find_stacked
 from rollcast.errors import CheckpointError, ConfigError
@@ -22,7 +23,7 @@ from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_par
 from rollcast_vision.model_inputs import auto_class_name, is_vision_model
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from rollcast.contracts.engine import EngineSetup, ModelConfig
     from rollcast_engine.lora import Adapter
@@ -70,18 +71,21 @@ class ModelPlan:
     kinds: tuple[StackedWeights, ...] = ()
     adapter: Adapter | None = None
 
-    def fill(self, device: torch.device) -> None:
-        """Read this rank's region of each weight to ``device``; call it after sharding.
+    def fill(self, device: torch.device, home: torch.device) -> None:
+        """Read this rank's region of each weight; call it after sharding.
+
+        Args:
+            device: device that computes; the buffers are there.
+            home: device of the weights.
 
         Raises:
             ConfigError: a weight cannot be read; the message names the weight and its file.
         """
-        if self.source is None:
-            self.module.to(device)
-            return
-        tensors: dict[str, Tensor] = self.module.state_dict(keep_vars=True)
-        fill_module(self.module, lambda name, region: self._read(name, region, tensors[name], device), device)
-        self.module.to(device)  # non-persistent buffers
+        if self.source is not None:
+            tensors: dict[str, Tensor] = self.module.state_dict(keep_vars=True)
+            fill_module(self.module, lambda name, region: self._read(name, region, tensors[name], device), device, home)
+        move: Any = self.module._apply
+        move(lambda tensor: tensor.to(home if isinstance(tensor, nn.Parameter) else device))
         if isinstance(self.source, WeightFolder):
             log.info("%.1f MB of weights read from %s", self.source.bytes_read / 1e6, self.source.folder)
             self.source.close()

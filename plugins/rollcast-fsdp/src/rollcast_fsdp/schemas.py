@@ -44,6 +44,11 @@ class FsdpConfig:
     """Keep the optimizer's state in host memory between updates; the first step of an update loads it, and the end of
     the update offloads it.
     """
+    offload_policy: bool = False
+    """Keep weights, gradients and optimizer state in host memory during passes too: FSDP2 copies the weights of a layer
+    to the device when it needs them, and the optimizer runs on the CPU. For models whose state does not fit otherwise;
+    excludes `param_offload` and `optimizer_offload`.
+    """
     enable_gradient_checkpointing: Annotated[
         bool, OnAccelerator(True, "activations of long rows exceed a device's memory", _shares_no_prompts)
     ] = False
@@ -101,6 +106,12 @@ class FsdpConfig:
                 f"{path}.ulysses_sequence_parallel_size is {parallel}, which splits packed sequences; "
                 f"set {path}.use_remove_padding=true too"
             )
+        moved = [f"{path}.{key}" for key in ("param_offload", "optimizer_offload") if getattr(self, key)]
+        if self.offload_policy and moved:
+            raise ConfigError(
+                f"{path}.offload_policy is true, which keeps all state in host memory, so nothing is left for "
+                f"{' and '.join(moved)}; set {'it' if len(moved) == 1 else 'them'} to false"
+            )
         self._check_shared_prompts(path)
 
     def _check_shared_prompts(self, path: str) -> None:
@@ -119,6 +130,10 @@ class FsdpConfig:
     def shard_size(self, world_size: int) -> int:
         """Return the number of ranks that together hold one copy of the model."""
         return world_size if self.fsdp_size == -1 else self.fsdp_size
+
+    def shards(self, world_size: int) -> bool:
+        """Return True if FSDP2 holds the model, which it does on one rank too if it converts or moves weights."""
+        return world_size > 1 or self.mixes_precision or self.offload_policy
 
     @property
     def mixes_precision(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcast_engine.hf import DTYPES
@@ -146,6 +146,8 @@ def _shard(module: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=DTYPES[config.param_dtype or config.model_dtype], reduce_dtype=DTYPES[reduce]
         )
+    if config.offload_policy:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     layers = decoder_layers(module)
     if not layers:
         log.warning("%s declares no layers to shard; it is sharded and gathered as one unit", type(module).__name__)

@@ -234,9 +234,15 @@ class AnalyticalCosts(BaseCostModel):
             memory += (3.0 if trains else 1.0) * 8 * head / place.bandwidth
         activation = tokens * model.hidden * 2
         exchanged = 4 * passes * place.gather(activation, mesh.tensor, 1) * layers
-        if role.plugin in _SHARDING and mesh.data > 1:
+        streams = role.training is not None and role.training.streams_weights
+        if role.plugin in _SHARDING and (mesh.data > 1 or streams):
             gathered = place.gather(2 * _layer_weights(model) * layers, mesh.data, 1)
             wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
+            if streams:
+                # Each rank copies its shards from host memory, and back their gradients.
+                number = _layer_weights(model) * layers / mesh.data / (place.host * self.efficiency.link)
+                gathered += model.dtype_bytes * number
+                wire += (2 * model.dtype_bytes + role.gradient_bytes if trains else model.dtype_bytes) * number
             # A layer's gather overlaps with the previous layer's computation; nothing hides the first gather of a pass.
             exchanged += max(wire - compute - memory, 0.0) + gathered / layers
         chunks = role.training.pipeline_chunks if role.training is not None else 1
@@ -254,7 +260,9 @@ class AnalyticalCosts(BaseCostModel):
                 reduced = place.gather(numbers * role.gradient_bytes, mesh.data, mesh.tensor)
                 sums[2] += batches * (reduced + place.gather(numbers * 2, mesh.data, mesh.tensor))
                 numbers /= mesh.data
-            sums[1] += batches * numbers * 2 * (role.optimizer_bytes + role.gradient_bytes) / place.bandwidth
+            # No figure of a node describes a CPU's memory; the copies from it are not faster than it.
+            bandwidth = place.host if streams else place.bandwidth
+            sums[1] += batches * numbers * 2 * (role.optimizer_bytes + role.gradient_bytes) / bandwidth
         return StageCost(sums[0], sums[1], sums[2], bubble=batches * bubble)
 
     def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:

@@ -36,6 +36,7 @@ class EngineLayout:
         fused_logits: True if logits are computed by chunks of positions and never stored as a whole.
         reshards: True if a layer's gathered weights are freed after its forward pass.
         keeps_gradients: True if the memory of gradients stays allocated between updates.
+        streams_weights: True if weights, gradients and optimizer state are always in host memory.
     """
 
     shards: int
@@ -57,6 +58,7 @@ class EngineLayout:
     fused_logits: bool = False
     reshards: bool = True
     keeps_gradients: bool = True
+    streams_weights: bool = False
 
     @classmethod
     def of(cls, role: RoleSpec, mesh: Mesh, devices: int) -> EngineLayout:
@@ -75,6 +77,7 @@ class EngineLayout:
             computed=keeps.computed_bytes,
             param_offload=keeps.param_offload,
             optimizer_offload=keeps.optimizer_offload,
+            streams_weights=keeps.streams_weights,
             checkpointing=role.recompute,
             activation_offload=keeps.activation_offload,
             sequence_parts=keeps.sequence_parts,
@@ -93,8 +96,8 @@ class EngineLayout:
 
     @property
     def gathers(self) -> bool:
-        """True if passes need a temporary copy of weights: gathered from shards, or in another dtype."""
-        return self.shards > 1 or self.computed != self.stored
+        """True if passes need a temporary copy of weights: from shards or host memory, or in another dtype."""
+        return self.shards > 1 or self.computed != self.stored or self.streams_weights
 
     def shard(self, parameters: int) -> int:
         """Return the parameters on each rank if all ranks share ``parameters``."""
@@ -133,6 +136,7 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         shard_size=max(getattr(engine, "fsdp_size", -1), -1) or -1,
         computed_bytes=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
         sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
+        streams_weights=bool(getattr(engine, "offload_policy", False)),
         activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
         keeps_gradients=False,  # dropped when train mode ends; megatron-core keeps its buffers
         reshards=bool(getattr(engine, "reshard_after_forward", True)),

@@ -165,6 +165,9 @@ def list_engine_items(
         on_host = keeps.reference == "host"
         copy = count_frozen("reference", parameters, layout)
         items += [replace(item, on_host=on_host, phase="update" if on_host else "held") for item in copy]
+    if layout.streams_weights:
+        # Not parts of the device's memory, as the activations that are kept in host memory.
+        items = [replace(item, name=item.name.replace(": ", ": kept "), on_host=True) for item in items]
     if layout.gathers:
         items.append(MemoryItem(f"{title}: gathered weights", count_gathered(size, layout), phase))
     if trains and layout.activation_offload:
