@@ -100,12 +100,13 @@ def test_sglang_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stand_ins_are_for_cpus_without_the_real_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, base = SglangRolloutConfig(), {"PYTHONPATH": "/mine", "OMP_NUM_THREADS": "3"}
+    setup = RolloutSetup(SglangRolloutConfig(), "/model", seed=0, pad_token_id=0, eos_token_id=2)
+    base = {"PYTHONPATH": "/mine", "OMP_NUM_THREADS": "3"}
     monkeypatch.setattr(environment, "_is_installed", lambda _: False)
-    on_gpu = environment.server_environment(config, "/model", base, gpu=True)
+    on_gpu = environment.server_environment(setup, base, gpu=True)
     assert on_gpu["PYTHONPATH"] == "/mine"
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
-    on_cpu = environment.server_environment(config, "/model", base, gpu=False)
+    on_cpu = environment.server_environment(setup, base, gpu=False)
     *folders, last = on_cpu["PYTHONPATH"].split(os.pathsep)
     assert sorted(path.name for folder in folders for path in Path(folder).iterdir() if path.name[0] != "_") == [
         "sgl_kernel",
@@ -114,7 +115,7 @@ def test_stand_ins_are_for_cpus_without_the_real_packages(monkeypatch: pytest.Mo
     assert last == "/mine"
     assert on_cpu["OMP_NUM_THREADS"] == "3"
     monkeypatch.setattr(environment, "_is_installed", lambda _: True)
-    assert environment.server_environment(config, "/model", base, gpu=False)["PYTHONPATH"] == "/mine"
+    assert environment.server_environment(setup, base, gpu=False)["PYTHONPATH"] == "/mine"
 
 
 def test_stand_ins_can_be_imported_and_not_called() -> None:

@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import PluginLoadError
 from rollcast_serving.engines.arguments import bind_threads
-from rollcast_sglang.schemas import SglangRolloutConfig
 
 __all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "server_environment"]
 
@@ -39,17 +39,13 @@ def find_sglang() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def server_environment(
-    config: SglangRolloutConfig, model_path: str, base: Mapping[str, str], gpu: bool, trust_remote_code: bool = False
-) -> dict[str, str]:
+def server_environment(setup: RolloutSetup, base: Mapping[str, str], gpu: bool) -> dict[str, str]:
     """Return the environment variables of the server's process.
 
     Args:
-        config: the rollout section.
-        model_path: folder of the model.
+        setup: setup of the rollout.
         base: inherited variables; they override defaults that users may change.
         gpu: True if it runs on a GPU. Otherwise packages that are not installed are replaced by stand-ins.
-        trust_remote_code: allow the model folder's own Python code.
     """
     wanted = {
         "OMP_NUM_THREADS": "1",
@@ -57,11 +53,13 @@ def server_environment(
         # /health then only reports whether the server is up; the default generates a token and takes a second.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
-    ranks = config.tensor_model_parallel_size
+    if setup.node.nodes > 1:
+        wanted["SGLANG_HOST_IP"] = setup.node.host
+    ranks = setup.config.tensor_model_parallel_size
     if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound
     # SGLang reserves a position or two of its context, so its context must exceed the model's.
-    model = json.dumps([model_path, trust_remote_code])
+    model = json.dumps([setup.model_path, setup.trust_remote_code])
     forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not gpu:
         forced["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from rollcast.contracts.rollout import (
     BaseRollout,
     EngineLoad,
+    EnginePart,
     RolloutCapabilities,
     RolloutMode,
     RolloutOutput,
@@ -55,6 +56,44 @@ _ABORT_POLL_S = 0.1
 _LEFTOVERS = "/dev/shm/sglang_loads_"  # noqa: S108  # SGLang's choice
 
 
+def _limits(config: SglangRolloutConfig, model_config: Any) -> ModelLimits:
+    return limit_positions(ModelLimits.of(model_config), config.max_model_len, "rollout.max_model_len")
+
+
+def _start_server(setup: RolloutSetup, limits: ModelLimits) -> tuple[ServerProcess, Path]:
+    """Start SGLang's processes on this node; return them and the folder of their files."""
+    gpu = has_gpu()
+    args = build_server_args(setup, limits.max_positions, gpu)
+    environment = server_environment(setup, os.environ, gpu)
+    folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
+    return ServerProcess("SGLang", "rollcast_sglang.server", args, environment, folder, _LEFTOVERS), folder
+
+
+class ServerPart(EnginePart):
+    """SGLang's processes on a node other than the first, whose server takes the requests.
+
+    Raises:
+        RolloutError: they did not start.
+    """
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        model_config = read_model_config(setup.model_path, setup.trust_remote_code)
+        self._server, self._folder = _start_server(setup, _limits(setup.config, model_config))
+        try:
+            asyncio.run(SglangClient(self._server).wait_ready(setup.config.replica.launch_timeout_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def check_health(self) -> None:
+        if not self._server.is_alive:
+            raise self._server.death("SGLang's processes on this node died")
+
+    def close(self) -> None:
+        self._server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 class SglangRollout(BaseRollout):
     """A rollout that generates with its own server.
 
@@ -74,6 +113,7 @@ class SglangRollout(BaseRollout):
         prefix_caching=True,
         lora=True,
         tensor_parallel=True,
+        multi_node=True,
         releases_memory=True,
         seeds=True,
         routing_replay=True,
@@ -94,19 +134,16 @@ class SglangRollout(BaseRollout):
         )
         trust = setup.trust_remote_code
         model_config = read_model_config(setup.model_path, trust)
-        limits = ModelLimits.of(model_config)
-        self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
+        self._limits = _limits(self._config, model_config)
         weights = ModelWeights.of(setup.model_path, trust)
         self._recorded: RecordedLayers | None = None
         if self._config.enable_rollout_routing_replay:
             self._recorded = RecordedLayers.of(setup.model_path, model_config, weights)
-        args = build_server_args(setup, self._limits.max_positions, gpu)
-        self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
-        environment = server_environment(self._config, setup.model_path, os.environ, gpu, trust)
-        self.server = ServerProcess("SGLang", "rollcast_sglang.server", args, environment, self._folder, _LEFTOVERS)
+        self.server, self._folder = _start_server(setup, self._limits)
         self._client = SglangClient(self.server)
         self._stops = StopStrings(setup.model_path, trust)
-        self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
+        ranks = self._config.tensor_model_parallel_size
+        self._updater = WeightUpdater(self._client, weights, ranks, self._folder, setup.node)
         self._is_ready = False
         self._state = WeightState(
             f"{setup.model_path} has no weights, and no update has arrived yet" if starts_without_weights(setup) else ""
@@ -126,6 +163,10 @@ class SglangRollout(BaseRollout):
     @classmethod
     def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # the contract's
         return loaded_dtype(config.dtype, device == "cpu")
+
+    @classmethod
+    def join(cls, setup: RolloutSetup) -> ServerPart:
+        return ServerPart(setup)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt.

@@ -108,6 +108,10 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         }
         if not gpu:
             values["lora_backend"] = "torch_native"
+    node = setup.node
+    if node.nodes > 1:
+        address = f"{node.address}:{node.port}"
+        values |= {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": address}
     if not gpu:
         # An idle scheduler would keep a core busy that the trainer needs.
         values |= {"device": "cpu", "sleep_on_idle": True}

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollcast.contracts.rollout import EngineNode
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.engines.steps import StepUpdater
@@ -37,14 +38,15 @@ class WeightUpdater:
         weights: names and shapes of the model's weights.
         ranks: number of tensor-parallel ranks.
         folder: folder for the ranks' answers and for adapters.
+        node: this process's place in the engine.
     """
 
-    def __init__(self, client: SglangClient, weights: ModelWeights, ranks: int, folder: Path) -> None:
+    def __init__(self, client: SglangClient, weights: ModelWeights, ranks: int, folder: Path, node: EngineNode) -> None:
         self._client = client
         self._weights = weights
         self._ranks = ranks
         self._folder = folder
-        self._steps = StepUpdater(self._carry, "SGLang", weights, ranks, folder)
+        self._steps = StepUpdater(self._carry, "SGLang", weights, ranks, folder, node)
 
     async def update(self, buckets: Buckets, version: int) -> WeightReport:
         """Load all weights, and drop keys and values of the old ones.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["LoadStep", "StepLoader", "StepUpdater", "answer_step"]
 
 Buckets = Iterable[Sequence[tuple[str, "Tensor"]]]
+#: What a rank says of a step.
+Answer = WeightReport | RollcastError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,31 +69,38 @@ class StepUpdater:
         weights: names and shapes of the model's weights.
         ranks: number of processes that load weights.
         folder: folder for the answers.
+        node: this process's place in the engine; None for an engine of one node.
     """
 
     def __init__(
-        self, carry: Callable[[str], Awaitable[None]], engine: str, weights: ModelWeights, ranks: int, folder: Path
+        self,
+        carry: Callable[[str], Awaitable[None]],
+        engine: str,
+        weights: ModelWeights,
+        ranks: int,
+        folder: Path,
+        node: EngineNode | None = None,
     ) -> None:
         self._carry, self._engine = carry, engine
-        self._weights, self._ranks, self._folder = weights, ranks, folder
+        self._weights, self._ranks, self._folder, self._node = weights, ranks, folder, node or EngineNode()
         self._steps = 0
 
     async def update(self, buckets: Buckets, version: int) -> WeightReport:
         """Load all weights into an engine that computes nothing meanwhile.
 
         If the buckets can be pickled, the ranks iterate over them themselves. Others are copied to them one by one,
-        through memory of one bucket's size.
+        through memory of one bucket's size, as are all buckets if the engine spans nodes.
 
         Raises:
             WeightSyncError: see :meth:`BaseRollout.update_weights`.
             RolloutError: the engine failed.
         """
-        whole = dump_remote(buckets, lambda: self._encode_whole(buckets, version), EngineNode())
+        whole = dump_remote(buckets, lambda: self._encode_whole(buckets, version), self._node)
         if whole is not None:
             return await self._send(*whole)
         reports: list[WeightReport] = []
         await self._send(LoadStep(self._answer_path(), version, self._weights))
-        async with aclosing(share_buckets(buckets, EngineNode())) as shared:
+        async with aclosing(share_buckets(buckets, self._node)) as shared:
             async for bucket in shared:
                 reports.append(await self._send(LoadStep(self._answer_path(), version, buckets=bucket)))
         await self._send(LoadStep(self._answer_path(), version, ends=True))
@@ -172,14 +181,32 @@ class StepLoader:
                 yield known, tensor.clone()
 
 
-def answer_step(text: str, rank: int, carry_out: Callable[[LoadStep], WeightReport]) -> None:
-    """Carry out a step in a rank's process, and write its report or error to the answer's file."""
+def answer_step(
+    text: str,
+    rank: int,
+    carry_out: Callable[[LoadStep], WeightReport],
+    gather: Callable[[Answer], Sequence[Answer]] | None = None,
+) -> None:
+    """Carry out a step in a rank's process, and write its report or error to the answer's file.
+
+    Args:
+        text: the encoded step.
+        rank: number of the rank.
+        carry_out: loads the step's buckets.
+        gather: returns the answers of all ranks by rank; called on each. The first rank, which shares the rollout's
+            files, then writes them all. None if every rank does.
+    """
     path, _, encoded = text.partition("\n")
-    answer: WeightReport | RollcastError
+    answer: Answer
     try:
         answer = carry_out(pickle.loads(base64.b64decode(encoded)))
     except RollcastError as error:
         answer = error
     except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
         answer = WeightSyncError(f"the engine failed to load weights: {type(error).__name__}: {error}")
-    Path(f"{path}.{rank}").write_bytes(pickle.dumps(answer))
+    answers = [(rank, answer)]
+    if gather is not None:
+        everyone = gather(answer)
+        answers = list(enumerate(everyone)) if rank == 0 else []
+    for number, each in answers:
+        Path(f"{path}.{number}").write_bytes(pickle.dumps(each))

@@ -22,7 +22,9 @@ _loaders: dict[int, StepLoader] = {}
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Carry out the step in the first tensor's name; called by SGLang."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
     from sglang.srt.runtime_context import get_parallel
 
     loader = _loaders.setdefault(id(model), StepLoader(model.load_weights, "SGLang"))
-    answer_step(named_tensors[0][0], get_parallel().tp_rank, loader.carry_out)
+    # Ranks on other nodes cannot write to the rollout's folder.
+    answer_step(named_tensors[0][0], get_parallel().tp_rank, loader.carry_out, get_tp_group().all_gather_object)
