@@ -138,7 +138,9 @@ def test_places(mode: str, same_process: bool, own_pool: bool, processes: list[i
         (ReplicaShape(4, 2), [8, 4, 4], True, None, ""),
         (ReplicaShape(4, 3), [8, 8, 8], True, ConfigError, r"pipeline_model_parallel_size=3 is 12 .* 8 and 4 of its"),
         (ReplicaShape(4, 3), [6, 6], True, ConfigError, r"pipeline_model_parallel_size is 3, .* spans 2 nodes"),
-        (ReplicaShape(4, data=2), [4, 4], True, CapabilityError, r"data_parallel_size above 1 cannot"),
+        (ReplicaShape(4, data=2), [4, 4], True, None, ""),
+        (ReplicaShape(4, 3, data=2), [12, 12], True, None, ""),
+        (ReplicaShape(8, data=2), [4] * 4, True, ConfigError, r"data_parallel_size is 2, .* 4 nodes, .* multiple of 4"),
         (ReplicaShape(8, 2), [4] * 8, True, None, ""),
         (
             ReplicaShape(3, 2),

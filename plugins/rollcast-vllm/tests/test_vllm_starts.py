@@ -129,15 +129,16 @@ import sys, time
 from vllm_tools import build_part
 
 if __name__ == "__main__":
-    part = build_part(sys.argv[1], int(sys.argv[2]), pipeline_model_parallel_size=2)
+    part = build_part(sys.argv[1], int(sys.argv[2]), **{sys.argv[3]: 2})
     while True:
         part.check_health()
         time.sleep(0.5)
 """
 
 
-def test_pipeline_stages_on_two_nodes(
-    folders: list[Path], models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", ["pipeline_model_parallel_size", "data_parallel_size"])
+def test_two_nodes(
+    folders: list[Path], models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     """Two processes, as on two nodes, answer like one engine, before and after an update of the weights."""
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -147,11 +148,12 @@ def test_pipeline_stages_on_two_nodes(
         port = free.getsockname()[1]
     script = tmp_path / "part.py"
     script.write_text(PART)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    part = subprocess.Popen([sys.executable, str(script), str(folders[0]), str(port)], env=environment)
+    paths = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    part = subprocess.Popen([sys.executable, str(script), str(folders[0]), str(port), key], env=environment)
     rollout = None
     try:
-        rollout = build(folders[0], EngineNode(0, 2, port=port), pipeline_model_parallel_size=2)
+        rollout = build(folders[0], EngineNode(0, 2, port=port), **{key: 2})
         prompts = make_prompts(6)
         assert all_tokens(run_prompts(rollout, prompts, GREEDY)) == [greedy_tokens(models[0], p, 12) for p in prompts]
         report = asyncio.run(rollout.update_weights([list(models[1].named_parameters())], 1))

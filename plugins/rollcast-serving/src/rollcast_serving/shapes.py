@@ -147,11 +147,6 @@ def check_spans(
             f"{sizes}, but {pool}, and an engine of rollout {rollout!r} runs on one node. Devices of a replica that "
             f"fit: {', '.join(fitting)}"
         )
-    if shape.data > 1:
-        raise CapabilityError(
-            f"{sizes}, but {pool}, and one with {section}.data_parallel_size above 1 cannot; use replicas that fit on "
-            "a node"
-        )
     for parts in replicas:
         nodes = len(parts)
         if len(set(parts)) > 1:
@@ -159,7 +154,12 @@ def check_spans(
                 f"{sizes}, but {pool} with {' and '.join(map(str, parts))} of its devices, and an engine needs as many "
                 f"on each node. Devices of a replica that fit: {', '.join(map(str, _fitting(processes)))}"
             )
-        if nodes % shape.pipeline and shape.pipeline % nodes:
+        if shape.data > 1 and shape.data % nodes:
+            raise ConfigError(
+                f"{section}.data_parallel_size is {shape.data}, but a replica spans {nodes} nodes, and each rank must "
+                f"fit on one of them; choose a multiple of {nodes}"
+            )
+        if shape.data == 1 and nodes % shape.pipeline and shape.pipeline % nodes:
             raise ConfigError(
                 f"{section}.pipeline_model_parallel_size is {shape.pipeline}, but a replica spans {nodes} nodes, and "
                 "its stages must fill whole nodes, or its nodes whole stages; choose a divisor or a multiple of "

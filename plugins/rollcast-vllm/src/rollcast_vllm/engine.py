@@ -7,7 +7,6 @@ loops. All state of the rollout is touched in that thread only, so nothing needs
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,7 @@ from rollcast_vllm.load import LoadReader
 if TYPE_CHECKING:
     from rollcast_vision.model_inputs import ImageInputs
 
-__all__ = ["EngineThread", "WorkerPart", "build_llm", "call_workers", "prepare_llm"]
+__all__ = ["EngineThread", "NodePart", "build_llm", "call_workers", "prepare_llm"]
 
 T = TypeVar("T")
 
@@ -191,8 +190,11 @@ def _engine_config(arguments: Any, **options: Any) -> Any:
         raise ConfigError(f"vLLM rejects values of the rollout section: {error}") from error
 
 
-class WorkerPart(EnginePart):
-    """vLLM's worker processes on a node other than the first; the first node's scheduler drives them.
+class NodePart(EnginePart):
+    """vLLM's processes on a node other than the first.
+
+    They are workers of the first node's scheduler, or data-parallel ranks with schedulers of their own, to which the
+    first node sends requests.
 
     Args:
         arguments: engine arguments with this node's rank.
@@ -202,17 +204,42 @@ class WorkerPart(EnginePart):
     """
 
     def __init__(self, arguments: Any) -> None:
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+        config = _engine_config(arguments, headless=True)
+        self._manager: Any
+        if config.parallel_config.node_rank_within_dp:
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        self._executor = MultiprocExecutor(_engine_config(arguments, headless=True), monitor_workers=False)
+            self._manager = MultiprocExecutor(config, monitor_workers=False)
+            self._processes = [worker.proc for worker in self._manager.workers]
+        else:
+            self._manager = _start_ranks(config)
+            self._processes = list(self._manager.processes)
 
     def check_health(self) -> None:
-        ended = [worker.proc for worker in self._executor.workers if not worker.proc.is_alive()]
+        ended = [process for process in self._processes if not process.is_alive()]
         if ended:
-            raise RolloutError(f"vLLM's worker process {ended[0].pid} ended with code {ended[0].exitcode}")
+            raise RolloutError(f"vLLM's process {ended[0].pid} ended with code {ended[0].exitcode}")
 
     def close(self) -> None:
-        self._executor.shutdown()
+        self._manager.shutdown()
+
+
+def _start_ranks(config: Any) -> Any:
+    """Start this node's data-parallel ranks, as ``vllm serve --headless`` does."""
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor import Executor
+
+    parallel = config.parallel_config
+    return CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=config,
+        local_client=False,
+        handshake_address=f"tcp://{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}",
+        executor_class=Executor.get_class(config),
+        log_stats=True,
+    )
 
 
 async def call_workers(llm: Any, method: str, *args: Any) -> list[Any]:
@@ -229,14 +256,13 @@ async def call_workers(llm: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def prepare_llm(llm: Any, images: ImageInputs | None = None) -> None:
-    """Make a new engine watch this process, and set its weight version to 0.
+    """Make a new engine's processes watch those that started them, and set its weight version to 0.
 
     Args:
         llm: the AsyncLLM.
         images: image inputs of a vision-language model; the engine then reads sampled placeholders as the trainer does.
     """
-    # If this process is killed, it cannot stop its engine, so the engine watches it.
-    await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
+    await llm.collective_rpc("rollcast_watch_owner")
     if llm.vllm_config.parallel_config.pipeline_parallel_size > 1:
         await llm.collective_rpc("rollcast_allocate_inputs")
     if images is not None:

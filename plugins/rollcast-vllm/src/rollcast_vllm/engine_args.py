@@ -119,6 +119,9 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
             "master_addr": node.address,
             "master_port": node.port,
         }
+        if config.data_parallel_size > 1:
+            # Each rank fits on a node, so nothing else meets at this port.
+            values["data_parallel_rpc_port"] = node.port
     if config.quantization is not None:
         values["quantization"] = config.quantization
     if config.use_request_seeds and not gpu:

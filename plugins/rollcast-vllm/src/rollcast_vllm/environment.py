@@ -9,9 +9,17 @@ from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_serving.engines.arguments import bind_threads, has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["image_architecture", "pass_images", "prepare_environment", "process_environment", "require_vllm"]
+__all__ = [
+    "engine_owner",
+    "image_architecture",
+    "pass_images",
+    "prepare_environment",
+    "process_environment",
+    "require_vllm",
+]
 
 _IMAGES = "ROLLCAST_VLLM_IMAGES"
+_OWNER = "ROLLCAST_VLLM_OWNER"
 
 
 def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
@@ -45,6 +53,7 @@ def prepare_environment(config: VllmRolloutConfig, node: EngineNode) -> None:
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+    os.environ[_OWNER] = str(os.getpid())
 
 
 def pass_images(architecture: str | None) -> None:
@@ -63,6 +72,11 @@ def pass_images(architecture: str | None) -> None:
             "rollcast to the variable, or unset it"
         )
     os.environ[_IMAGES] = architecture
+
+
+def engine_owner() -> int:
+    """Return the id of the process that started this node's processes of the engine."""
+    return int(os.environ[_OWNER])
 
 
 def image_architecture() -> str | None:

@@ -38,7 +38,7 @@ from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_requ
 from rollcast_serving.stops import StopStrings
 from rollcast_vision.model_inputs import is_vision_model
 from rollcast_vllm.adapters import AdapterFolder
-from rollcast_vllm.engine import EngineThread, WorkerPart, build_llm, prepare_llm
+from rollcast_vllm.engine import EngineThread, NodePart, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args
 from rollcast_vllm.environment import pass_images, prepare_environment, process_environment, require_vllm
 from rollcast_vllm.images import ImagePrompts
@@ -162,13 +162,13 @@ class VllmRollout(BaseRollout):
         return loaded_dtype(config.dtype, device == "cpu")
 
     @classmethod
-    def join(cls, setup: RolloutSetup) -> WorkerPart:
+    def join(cls, setup: RolloutSetup) -> NodePart:
         config = cast(VllmRolloutConfig, setup.config)
         prepare_environment(config, setup.node)
         require_vllm()
         model_config = read_model_config(setup.model_path, setup.trust_remote_code)
         images = _prepare_images(setup.model_path, model_config, setup.trust_remote_code)
-        return WorkerPart(build_engine_args(setup, images is not None))
+        return NodePart(build_engine_args(setup, images is not None))
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt; cancelling the caller aborts the request.

@@ -15,6 +15,7 @@ from rollcast.errors import RollcastError, WeightSyncError
 from rollcast_serving.bucket_memory import ServedBucket, SharedBucket
 from rollcast_serving.model_weights import ModelWeights, UpdateCheck
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
+from rollcast_vllm.environment import engine_owner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +35,13 @@ class WeightsExtension:
     rank: int
     _rollcast_load: _Load | None = None
 
-    def rollcast_watch_parent(self, pid: int) -> None:
-        """End this process when the process ``pid`` is gone: if that process is killed, it cannot stop its engine."""
-        if self.vllm_config.parallel_config.node_rank > 0:
-            return  # another node's process, and this one ends with its own node's part
+    def rollcast_watch_owner(self) -> None:
+        """End this process when its node's rollcast process is gone: if that is killed, it cannot stop this one."""
         try:
-            parent = os.pidfd_open(pid)
+            owner = os.pidfd_open(engine_owner())
         except (AttributeError, OSError):
             return  # not Linux, or an old kernel
-        threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
+        threading.Thread(target=_die_with, args=(owner,), name="rollcast-watch-owner", daemon=True).start()
 
     def rollcast_allocate_inputs(self) -> None:
         """Allocate what a pipeline stage receives from the one before; on a CPU vLLM 0.32 does not, and fails."""
@@ -227,6 +226,6 @@ def _answer(call: Any) -> bytes:
         return pickle.dumps(WeightSyncError(f"vLLM failed to load weights: {type(error).__name__}: {error}"))
 
 
-def _die_with(parent: int) -> None:
-    select.select([parent], [], [])
+def _die_with(owner: int) -> None:
+    select.select([owner], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
