@@ -32,7 +32,7 @@ TEST_TOOLS = [
 ]
 #: Tools that the tests of the repository itself use, in tests/.
 REPOSITORY_TOOLS = ["nox", "towncrier", "nbclient", "ipykernel"]
-PYTEST = ["-m", "pytest", "-q"]
+PYTEST = ["-m", "pytest", "-q", "--durations=25", "--durations-min=10"]
 #: Tools that build the documentation site.
 SITE = ["mkdocs-material>=9.7,<10", "latex2mathml>=3.78,<4"]
 #: Maximum number of failed tests that run a second time; more failures are not accidental.
