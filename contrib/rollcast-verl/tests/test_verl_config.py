@@ -96,10 +96,18 @@ def test_options_that_belong_to_what_is_not_chosen_are_left_out() -> None:
     plain = compose(found.overrides).plain()
     assert plain["actor"]["policy_loss_kwargs"] == {"clip_cov_lb": 1.5}
     assert plain["reward"]["reward_kwargs"] == {"path": "/r/score.py:my_score"}
-    assert plain["reward"]["reward_manager_kwargs"] == {"overlong_buffer": {"len": 512, "penalty_factor": 1.0}}
+    overlong = {"overlong_buffer": {"len": 512, "penalty_factor": 1.0}}
+    assert plain["reward"]["reward_manager_kwargs"] == {"inner": "prime", **overlong}
     assert plain["algorithm"]["filter_groups"]["metric"] == "accuracy"
     states = {line.key: line.state for line in found.lines}
     assert states["actor_rollout_ref.actor.policy_loss.dro_beta"] == "not set"
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch"])
+@pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
+def test_a_function_of_the_user_s_does_not_run_in_the_trainer_s_process(key: str, manager: str) -> None:
+    found = translated(f"{GRPO} {key}={manager} reward.custom_reward_function.path=/r/score.py")
+    assert compose(found.overrides).plain()["reward"]["reward_manager"] == "prime"
 
 
 def test_keys_of_turns_count_if_there_are_turns() -> None:

@@ -144,9 +144,13 @@ def _no_function(_value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _reward_manager(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = ("naive", "dapo", "prime", "batch", "remote")
-    return {"reward.reward_manager": value if value in known else f"verl_loop_{value}"}
+def _reward_manager(value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    if value in ("naive", "batch"):
+        return {}  # the reward's own, which for a user's function is prime
+    known = ("dapo", "prime", "remote")
+    chosen = {"reward.reward_manager": value if value in known else f"verl_loop_{value}"}
+    is_users = any(keys.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
+    return {**chosen, "reward.reward_manager_kwargs.inner": "prime"} if value == "dapo" and is_users else chosen
 
 
 def _overlong(name: str) -> Translate:
@@ -640,6 +644,7 @@ def _reward() -> list[Rule]:
             Rule(
                 manager,
                 "reward.reward_manager",
+                "`naive` and `batch` are left out: a function of yours runs in processes, by `prime`, also below `dapo`; "
                 "a manager of verl's reward loop that rollcast lacks: `verl_loop_<name>`",
                 _reward_manager,
                 (None,),
