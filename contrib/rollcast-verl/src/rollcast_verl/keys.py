@@ -644,7 +644,7 @@ def _reward() -> list[Rule]:
             Rule(
                 manager,
                 "reward.reward_manager",
-                "`naive` and `batch` are left out: a function of yours runs in processes, by `prime`, also below `dapo`; "
+                "`naive` and `batch` are left out: your function runs in processes, by `prime`, also below `dapo`; "
                 "a manager of verl's reward loop that rollcast lacks: `verl_loop_<name>`",
                 _reward_manager,
                 (None,),
