@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadStep", "StepLoader", "StepUpdater", "answer_step"]
 
 Buckets = Iterable[Sequence[tuple[str, "Tensor"]]]
-#: What a rank says of a step.
+#: A rank's report of a step, or its error.
 Answer = WeightReport | RollcastError
 
 
