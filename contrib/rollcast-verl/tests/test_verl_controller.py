@@ -46,7 +46,7 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_verls_own_tests_of_its_controller_pass() -> None:
     files = find_tests()
     command = [sys.executable, "-m", "pytest", "-v", "-p", "verl_on_cpu", "-p", "no:cacheprovider", "-n", "2"]
