@@ -40,6 +40,7 @@ RETRIED = 10
 #: Libraries of extras that a distribution's tests use; tests that need other extras are skipped.
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
+    "rollcast-engine": ["gguf", "accelerate"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
     "rollcast-fsdp": ["peft", "pillow"],
     "rollcast-hf": ["pillow"],

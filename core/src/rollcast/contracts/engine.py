@@ -65,8 +65,8 @@ class ModelConfig:
     """A model's Hugging Face folder and the options for loading it."""
 
     path: ModelPath = "???"
-    """Folder with `config.json` and a tokenizer, and with weights unless `random_init`; or its URL, such as
-    `s3://bucket/model`, which is copied to each node."""
+    """Folder with `config.json` and a tokenizer, and with weights unless `random_init`; or a GGUF file or a folder with
+    one, which is converted; or a URL of these, such as `s3://bucket/model`, which is copied to each node."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes of the folder's `config.json` for trainer and rollout, such as `{rope_theta: 1000000}`."""
     use_shm: bool = False

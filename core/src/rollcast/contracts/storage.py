@@ -3,8 +3,9 @@
 A path may be a URL of any file system that fsspec supports, such as ``s3://bucket/model`` or ``hdfs://host/data``. Code
 that opens files gets the path of a copy on its own node, never the URL: :class:`NodeCopies` plans the copies of a
 config section, and every worker process waits for the copies of its node before its worker is built
-(:meth:`rollcast.ClassWithInitArgs.with_options`). A model whose ``override_config`` changes its ``config.json`` is such
-a copy too, of links to the model's files, so that every engine and tokenizer sees the same changes.
+(:meth:`rollcast.ClassWithInitArgs.with_options`). The Hugging Face folder of a model in a GGUF file is such a copy too,
+and so is a model whose ``override_config`` changes its ``config.json``, of links to the model's files: every engine and
+tokenizer sees the same model.
 
 Copies are kept in ``rollcast-cache-UID`` of the temporary folder, or in ``/dev/shm`` with ``use_shm``; the environment
 variable ``ROLLCAST_CACHE_DIR`` of the driver names another folder, which has to be writable on every node.
@@ -30,6 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from rollcast.contracts.gguf import convert_gguf, digest_gguf, find_gguf
 from rollcast.contracts.model_config import override_model_config
 from rollcast.errors import ConfigError, ResourceError
 
@@ -116,6 +118,7 @@ class NodeCopy:
         override_config: changes of the model's ``config.json`` as JSON, for a copy of links to a local folder; empty
             for a copy of the files.
         key: dotted key of the path, for messages.
+        is_gguf: True for a Hugging Face folder of the model in a local GGUF file.
     """
 
     source: str
@@ -124,6 +127,7 @@ class NodeCopy:
     size: int
     override_config: str = ""
     key: str = "model.path"
+    is_gguf: bool = False
 
     def make(self) -> Path:
         """Make the copy unless it exists, and return its path; one process of a node copies, the others wait for it.
@@ -139,47 +143,49 @@ class NodeCopy:
         target.parent.mkdir(exist_ok=True)
         with _locked(target.parent / "lock"):
             if not target.exists():
-                if self.override_config:
-                    self._link(target)
-                else:
-                    self._copy(target)
+                # A name of its own, so that a killed copy is never taken for a complete one.
+                unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+                try:
+                    self._fill(unfinished)
+                    os.replace(unfinished, target)
+                finally:
+                    if unfinished.is_file():
+                        unfinished.unlink()
+                    shutil.rmtree(unfinished, ignore_errors=True)
         return target
 
-    def _link(self, target: Path) -> None:
+    def _fill(self, unfinished: Path) -> None:
+        if self.is_gguf:
+            convert_gguf(Path(self.source), unfinished, self.key)
+        elif self.override_config:
+            self._link(unfinished)
+        else:
+            self._copy(unfinished)
+
+    def _link(self, unfinished: Path) -> None:
         """Link the files of a model's folder, and write its ``config.json`` with the changes."""
         key = f"{self.key.removesuffix('path')}override_config"
         text = override_model_config(Path(self.source), json.loads(self.override_config), key)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            shutil.copytree(self.source, unfinished, copy_function=_link_file, ignore=shutil.ignore_patterns(".*"))
-            (unfinished / "config.json").unlink()
-            (unfinished / "config.json").write_text(text)
-            os.replace(unfinished, target)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(self.source, unfinished, copy_function=_link_file, ignore=shutil.ignore_patterns(".*"))
+        (unfinished / "config.json").unlink()
+        (unfinished / "config.json").write_text(text)
 
-    def _copy(self, target: Path) -> None:
+    def _copy(self, unfinished: Path) -> None:
+        target = Path(self.target)
         free = shutil.disk_usage(target.parent).free
         if free < self.size:
             raise ResourceError(
                 f"the copy of {self.source} needs {_gib(self.size)} in {target.parent}, which has {_gib(free)} free; "
                 "free some space, or set ROLLCAST_CACHE_DIR to another folder, or model.use_shm=false if it is set"
             )
-        # A name of its own, so that a killed copy is never taken for a complete one.
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         started = time.monotonic()
         try:
             files, path = _open(self.source)
             if _read_fingerprint(files, path)[0] != self.fingerprint:
                 raise ResourceError(f"{self.source} has changed since the run started; start the run again")
             files.get(path, str(unfinished), recursive=True)
-            os.replace(unfinished, target)
         except _FAILURES as error:
             raise ResourceError(f"{self.source} cannot be copied: {explain_url(self.source, error)}") from error
-        finally:
-            if unfinished.is_file():
-                unfinished.unlink()
-            shutil.rmtree(unfinished, ignore_errors=True)
         seconds = time.monotonic() - started
         logger.info("copied %s (%s) to %s in %.1f s", self.source, _gib(self.size), target, seconds)
 
@@ -206,7 +212,8 @@ class NodeCopies:
     def place(self, section: S, path: str = "") -> S:
         """Return a section whose marked paths (:data:`NodePath`) are those of copies; nothing is copied yet.
 
-        A local path stays as it is, unless the section sets ``use_shm`` or ``override_config``.
+        A local path stays as it is, unless the section sets ``use_shm`` or ``override_config``. A model in a local GGUF
+        file is converted on this node at once.
 
         Args:
             section: dataclass instance; sections within it are placed too.
@@ -226,8 +233,10 @@ class NodeCopies:
                 placed = self.place(value, key)
             elif isinstance(value, str) and (is_url(value) or (in_memory and Path(value).exists())):
                 placed = self.plan(value, in_memory, key).target
-            if mark is not None and mark.is_model and (changed := getattr(section, "override_config", None)):
-                placed = self._override(str(placed), changed, in_memory, key)
+            if mark is not None and mark.is_model and isinstance(placed, str):
+                placed = self._convert(placed, in_memory, key)
+                if changed := getattr(section, "override_config", None):
+                    placed = self._override(placed, changed, in_memory, key)
             if placed is not value:
                 changes[name] = placed
         return dataclasses.replace(section, **changes) if changes else section
@@ -253,6 +262,22 @@ class NodeCopies:
         self._copies[source, in_memory, ""] = made
         return made
 
+    def _convert(self, path: str, in_memory: bool, key: str) -> str:
+        """Plan the folder of a model in a GGUF file, and return its path; a local one is made at once."""
+        copied = next((each for each in self.planned if each.target == path and not each.override_config), None)
+        names = _list_names(path if copied is None else copied.source)
+        name = Path(path).name if path.lower().endswith(".gguf") else find_gguf(names, path, key)
+        if name is None or not names:
+            return path
+        found = Path(path).expanduser().absolute()
+        file = str(found if found.name == name else found / name)
+        digest = digest_gguf(Path(file)) if copied is None else copied.fingerprint
+        target = str(_cache_folder(in_memory) / f"{digest}-gguf" / name[: -len(".gguf")])
+        made = self._copies[file, in_memory, "gguf"] = NodeCopy(file, target, digest, 0, "", key, is_gguf=True)
+        if copied is None:
+            made.make()
+        return target
+
     def _override(self, folder: str, changes: Mapping[str, Any], in_memory: bool, key: str) -> str:
         """Plan a model's folder with another ``config.json``, and return its path; a local one is made at once."""
         text = json.dumps(dict(changes), sort_keys=True)
@@ -269,7 +294,7 @@ class NodeCopies:
         digest = hashlib.blake2b(f"{folder} {fingerprint} {text}".encode(), digest_size=12).hexdigest()
         target = str(_cache_folder(in_memory) / digest / (Path(folder).resolve().name or "root"))
         made = self._copies[folder, in_memory, text] = NodeCopy(folder, target, fingerprint, 0, text, key)
-        if copied is None:
+        if (Path(folder) / "config.json").is_file():
             made.make()
         return target
 
@@ -383,6 +408,16 @@ class RemoteFolder:
             yield
         except _FAILURES as error:
             raise ResourceError(f"{what}: {explain_url(self.url, error)}") from error
+
+
+def _list_names(path: str) -> list[str]:
+    """Return the name of a file, or the names in a folder; none if there is neither."""
+    files, found = _open(path)
+    try:
+        listed = [found] if files.isfile(found) else files.ls(found, detail=False)
+    except FileNotFoundError:
+        return []
+    return [str(each).rstrip("/").rpartition("/")[2] for each in listed]
 
 
 def _open(path: str) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from rollcast.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HUB_NAME", "TRUSTS_CODE", "encode_texts", "read_tokenizer"]
+__all__ = ["HUB_NAME", "TRUSTS_CODE", "encode_texts", "read_gguf_tokenizer", "read_tokenizer"]
 
 #: Attribute of a tokenizer from :func:`read_tokenizer`: the user's ``trust_remote_code``, which holds for its folder.
 TRUSTS_CODE = "rollcast_trusts_code"
@@ -70,6 +70,25 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"model.path: {folder.absolute()} gives a {type(tokenizer).__name__}, not a tokenizer")
     setattr(tokenizer, TRUSTS_CODE, trust_remote_code)
+    return tokenizer
+
+
+def read_gguf_tokenizer(file: Path, key: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a GGUF file.
+
+    Args:
+        file: the GGUF file.
+        key: dotted key that names the file, for messages.
+
+    Raises:
+        ConfigError: there is none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:  # transformers passes on the exceptions of its parsers
+        raise ConfigError(f"{key}: the tokenizer in {file} does not load: {type(error).__name__}: {error}") from error
     return tokenizer
 
 

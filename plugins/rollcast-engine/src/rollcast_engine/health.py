@@ -14,7 +14,9 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rollcast.contracts.device import CPU, current_device
+from rollcast.contracts.gguf import GGUF_INSTALLATION, find_gguf, missing_packages
 from rollcast.contracts.health import BaseHealthCheck, Finding, HealthSetup, ok, problem, warning
+from rollcast.errors import ConfigError
 
 __all__ = ["ModelCheck", "TorchCheck"]
 
@@ -164,6 +166,14 @@ class ModelCheck(BaseHealthCheck):
         if path is None:
             return
         folder = Path(str(path))
+        try:
+            file = self._find_gguf(folder)
+        except ConfigError as error:
+            yield problem("gguf", str(error), "model.path=FILE, with one of them")
+            return
+        if file is not None:
+            yield self._gguf(file)
+            return
         if not folder.is_dir():
             if setup.get("data.preprocess"):
                 yield ok("folder", f"{folder} is made by data.preprocess={setup.get('data.preprocess')}")
@@ -181,6 +191,20 @@ class ModelCheck(BaseHealthCheck):
         if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             mend = f"copy the tokenizer's files into {folder}"
             yield problem("tokenizer", f"{folder} has none of tokenizer.json, tokenizer.model, vocab.json", mend)
+
+    def _find_gguf(self, path: Path) -> Path | None:
+        """Return the GGUF file that a run would convert."""
+        if not path.is_dir():
+            return path if path.is_file() and path.suffix.lower() == ".gguf" else None
+        name = find_gguf((each.name for each in path.iterdir()), str(path), "model.path")
+        return None if name is None else path / name
+
+    def _gguf(self, file: Path) -> Finding:
+        missing = missing_packages()
+        found = f"{file.name}, {file.stat().st_size / 2**30:.2f} GiB, is converted to a Hugging Face folder"
+        if missing:
+            return problem("gguf", f"{found}, which needs {' and '.join(missing)}", GGUF_INSTALLATION)
+        return ok("gguf", found)
 
     def _weights(self, folder: Path, random_init: bool) -> Finding:
         from rollcast_engine.hf import WEIGHT_PATTERNS
