@@ -159,11 +159,11 @@ def expect(plan: dict[str, Any], has_environment: bool, has_model: bool) -> floa
         total += float(value.score if isinstance(value, RewardResult) else value)
         bad |= kind != "good"
     if has_environment:
-        total += plan["environment"]
+        # A batch has the environments' numbers in float32, which rounds the limit down.
+        total += torch.tensor(plan["environment"], dtype=torch.float32).item()
         style = plan["component"].get("style")
         bad |= is_bad(plan["environment"]) or bool(plan["error"]) or (style is not None and is_bad(style))
-    # Scores are float32, which rounds a sum just above the limit to it.
-    bad |= is_bad(torch.tensor(total, dtype=torch.float32).item())
+    bad |= is_bad(total)
     if has_model:
         bad |= is_bad(plan["model"])
         total += plan["model"]
