@@ -65,6 +65,18 @@ def test_a_terminal_gets_a_bar_that_leaves_no_trace(monkeypatch: pytest.MonkeyPa
     assert "\x1b[2K" in _written(console).rpartition("prompts")[2]  # the line is erased
 
 
+def test_a_notebook_keeps_no_progress_among_its_outputs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr(command, "_FIRST_LINE_S", 0.0)
+    with show_progress("rows", 3) as line:
+        assert isinstance(line, command._PlainLine)
+        while not line.lines:
+            line._ended.wait(0.01)
+    assert "rows" in capsys.readouterr().err
+
+
 def test_a_task_within_another_is_counted_but_not_shown(plain: Console) -> None:
     with show_progress("outer", console=plain), show_progress("inner", 2) as inner:
         inner.advance()

@@ -69,15 +69,15 @@ def test_each_case_costs_its_own_rollout(folder: str, kind: str) -> None:
     config: dict[str, Any] = {
         "environment": {"loop": "environment", "environment": "misbehaving"},
         "tool": {"loop": "tool", "tools": {"look_async": {}}},
-        "program": {"loop": "program", "program": "misbehaving:program", "timeout_s": 4.0},
+        "program": {"loop": "program", "program": "misbehaving:program", "timeout_s": 10.0},
     }[kind]
     cases = [*GOOD, *CASES, *GOOD]
     found = roll(
         folder,
         cases,
         "look_async" if kind == "tool" else "",
-        environment_timeout_s=4.0,
-        tool_timeout_s=4.0,
+        environment_timeout_s=10.0,
+        tool_timeout_s=10.0,
         memory_limit_mb=512,
         **config,
     )

@@ -27,8 +27,8 @@ GOOD = 8
 RUNS = [(kind, runtime) for runtime in ("local", "ray") for kind in ("environment", "tool", "program", "reward")]
 ALWAYS = {("reward", "local"), ("environment", "ray")}
 CHANGES = {
-    "environment": ("agent.loop=environment", "agent.environment=misbehaving", "agent.environment_timeout_s=4"),
-    "tool": ("agent.loop=tool", "agent.tools.letters={}", "agent.tool_timeout_s=4"),
+    "environment": ("agent.loop=environment", "agent.environment=misbehaving", "agent.environment_timeout_s=10"),
+    "tool": ("agent.loop=tool", "agent.tools.letters={}", "agent.tool_timeout_s=10"),
     "program": ("agent.loop=program", "agent.program=misbehaving:talk", "agent.timeout_s=20"),
     "reward": (
         "agent.loop=single_turn",
