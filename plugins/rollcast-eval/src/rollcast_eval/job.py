@@ -14,34 +14,29 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import WorkerGroup, build_section, start_groups
-from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
-from rollcast.contracts.runtime import Runtime, runtimes
-from rollcast.contracts.sections import PlacementConfig
-from rollcast.contracts.storage import NodeCopies, is_url
+from rollcast import WorkerGroup
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.runtime import Runtime
+from rollcast.contracts.storage import is_url
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
-from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, dataset_name, generators
 from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
+from rollcast_eval.sampled_model import SampledModel
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
-from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
+from rollcast_serving.pools import JUDGE
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
-from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, check_token_ids, configured_sampling
+from rollcast_serving.requests import SAMPLING_KEYS, configured_sampling
 from rollcast_serving.schemas import JudgeConfig
-from rollcast_serving.served import ServedModel, ServedRole
-from rollcast_serving.shapes import ReplicaShape, check_shape
 
 __all__ = ["SampleJob"]
 
@@ -66,24 +61,13 @@ class SampleJob:
 
     def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool, overwrite: bool = False) -> None:
         self._config = config
-        self._copies = NodeCopies()
-        self._model: ModelConfig = self._section("model", ModelConfig)
-        self._data: DataConfig = self._section("data", DataConfig)
-        self._sample: SampleConfig = self._section("sample", SampleConfig)
-        self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
-        self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
-        check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
-        self._placement: PlacementConfig = self._section("placement", PlacementConfig)
-        self._pools = build_pools(self._placement)
-        self._served = ServedRole(ROLLOUT, "rollout", self._rollout, self._rollout_class)
-        check_shape(ReplicaShape.of(self._rollout), self._rollout_class.capabilities, self._rollout.name)
-        check_device_arguments(self._rollout)
-        self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
-        judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
-        self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None
-        self._copies.make()
-        check_token_ids(self._rollout, self._model.path)
-        self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
+        self._served = served = SampledModel(config)
+        self._rollout = served.rollout
+        self._data: DataConfig = served.section("data", DataConfig)
+        self._sample: SampleConfig = served.section("sample", SampleConfig)
+        judges = served.pools.get_resource_pool(JUDGE).process_on_nodes
+        self._judge = CommandJudge.of(served.section("judge", JudgeConfig), judges) if scored else None
+        self.tokenizer = served.load_tokenizer()
         changes = {} if scored else {"ground_truth_key": None}
         name = dataset_name(self._data.dataset, config)
         dataset_class = cast("Any", datasets.get(name, requested_by="data.dataset"))
@@ -93,9 +77,6 @@ class SampleJob:
         self.scorer = self._build_scorer() if scored else None
         self._generator = self._build_generator(output)
         self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n, overwrite)
-
-    def _section(self, path: str, schema: type) -> Any:
-        return self._copies.place(build_section(schema, OmegaConf.select(self._config, path), path), path)
 
     def _settings(self, prompts: Path, scored: bool) -> dict[str, Any]:
         """Return the settings that samples depend on; placement is not among them."""
@@ -118,7 +99,7 @@ class SampleJob:
         }
 
     def _build_scorer(self) -> RewardScorer:
-        reward: RewardConfig = self._section("reward", RewardConfig)
+        reward: RewardConfig = self._served.section("reward", RewardConfig)
         scorer = RewardScorer(RewardSetup.of(reward, self._data.max_response_length), self.tokenizer)
         if scorer.uses_judge and self._judge is None:
             raise ConfigError(f"reward.name={reward.name} {NEEDS_JUDGE}")
@@ -130,12 +111,12 @@ class SampleJob:
         folder = output.with_name(f"{output.name}.run")
         setup = GeneratorSetup(
             self._config,
-            self._model.path,
+            self._served.model.path,
             longest,
-            self._served.routing(),
+            self._served.role.routing(),
             self.tokenizer,
             folder,
-            self._model.trust_remote_code,
+            self._served.model.trust_remote_code,
         )
         kinds = (generators.get(name) for name in generators.names())
         return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
@@ -171,33 +152,17 @@ class SampleJob:
 
     @contextmanager
     def _replicas(self) -> Iterator[Replicas]:
-        runtime_class = runtimes.get(self._config.runtime.name, requested_by="runtime.name")
-        settings = self._section("runtime", runtime_class.config_schema)
-        processes = sum(each.world_size for each in self._pools.resource_pool_dict.values())
-        runtime: Runtime = runtime_class.from_config(settings, processes=processes)
-        stop_token_ids = read_stop_token_ids(self._model.path, self.tokenizer)
-        model = ServedModel.of(self._model.path, self.tokenizer, stop_token_ids, self._model.trust_remote_code)
-        try:
-            worker = self._served.worker(model, self._sample.seed, self._placement.device)
-            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: worker}
+        placed = self._served.placement.device
+        workers: dict[Hashable, ClassWithInitArgs[Any]] = {}
+        if self._generator is not None:
+            workers.update(self._generator.workers())
+        if self._judge is not None:
+            workers[JUDGE] = self._judge.worker(self._sample.seed, placed)
+        with self._served.serve(self._sample.seed, workers) as (replicas, groups, runtime):
             if self._generator is not None:
-                roles.update(self._generator.workers())
-            if self._judge is not None:
-                roles[JUDGE] = self._judge.worker(self._sample.seed, self._placement.device)
-            copied: dict[Hashable, ClassWithInitArgs[Any]] = {
-                role: each.with_options(copies=self._copies.planned) for role, each in roles.items()
-            }
-            groups = start_groups(self._pools, copied, runtime=runtime)
-            replicas = self._served.start(groups[ROLLOUT], runtime)
-            try:
-                if self._generator is not None:
-                    self._generator.connect(groups, functools.partial(_living, replicas))
-                with self._judging(groups, runtime, replicas.loop):
-                    yield replicas
-            finally:
-                replicas.close()
-        finally:
-            runtime.shutdown()
+                self._generator.connect(groups, functools.partial(_living, replicas))
+            with self._judging(groups, runtime, replicas.loop):
+                yield replicas
 
     @contextmanager
     def _judging(self, groups: Mapping[Hashable, WorkerGroup], runtime: Runtime, loop: ReplicaLoop) -> Iterator[None]:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rollcast.contracts.command import format_clock
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
+from rollcast_report.samples import text_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
+    from rich.text import Text
 
 __all__ = ["ConsoleTracker"]
 
@@ -28,6 +30,9 @@ _SHOWN = (
     ("sft/tokens_per_s", "tok/s", "{:.0f}"),
 )
 _RECENT_STEPS = 20
+#: Prompts whose first and last answers are shown when a run ends, and the most characters of a text.
+_COMPARED = 4
+_LONGEST_TEXT = 100
 _REFRESH_PER_SECOND = 4
 
 
@@ -45,6 +50,13 @@ def _validation_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         if found:
             return found
     return []
+
+
+def _clipped(text: str) -> Text:
+    from rich.text import Text
+
+    line = " ".join(text.split())
+    return Text(line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…")
 
 
 class ConsoleTracker(BaseTracker):
@@ -71,6 +83,7 @@ class ConsoleTracker(BaseTracker):
         self._metrics: dict[str, float] = {}
         self._validation = ""
         self._validated_step: int | None = None
+        self._answers: dict[int, dict[str, str]] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._started = time.monotonic()
 
@@ -111,6 +124,7 @@ class ConsoleTracker(BaseTracker):
     ) -> None:
         """Show one validation."""
         self._show_validation(step, metrics, len(samples))
+        self._keep_answers(step, samples)
 
     @hookimpl
     def on_checkpoint_saved(self, trainer: object, step: int, path: Path) -> None:
@@ -128,6 +142,8 @@ class ConsoleTracker(BaseTracker):
     def on_fit_end(self, trainer: object, error: BaseException | None) -> None:
         """Restore the terminal and print how the run ended."""
         self.close()
+        if error is None:
+            self._compare_answers()
         took = format_clock(time.monotonic() - self._started)
         # The message of an error is left to whoever reports it, so that it is not shown twice.
         self._say(self._step, f"finished in {took}" if error is None else f"stopped after {took}")
@@ -163,6 +179,32 @@ class ConsoleTracker(BaseTracker):
         text = "  ".join(f"{label} {value}" for label, value in values)
         self._validation = f"val {text} (step {step})"
         self._say(step, f"validation {text}" + (f" ({count} sample{'s' if count > 1 else ''})" if count else ""))
+
+    def _keep_answers(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the answers to a few prompts of the first and of the last validation."""
+        found: dict[str, str] = {}
+        for sample in samples:
+            prompt, response = sample.get("prompt"), sample.get("response")
+            if prompt and isinstance(response, str):
+                last = prompt[-1] if isinstance(prompt, list) else prompt
+                found.setdefault(text_of(last.get("content") if isinstance(last, Mapping) else last), response)
+            if len(found) == _COMPARED:
+                break
+        if found:
+            first = min(self._answers, default=step)
+            self._answers = {key: value for key, value in self._answers.items() if key == first} | {step: found}
+
+    def _compare_answers(self) -> None:
+        """Print the kept answers side by side."""
+        if len(self._answers) < 2:
+            return
+        from rich.table import Table
+
+        (before, old), (after, new) = sorted(self._answers.items())
+        table = Table("prompt", f"step {before}", f"step {after}", title="held-out answers", title_justify="left")
+        for prompt in (each for each in old if each in new):
+            table.add_row(*(_clipped(text) for text in (prompt, old[prompt], new[prompt])))
+        self._console.print(table)
 
     def _remaining(self) -> str:
         """Return the remaining time, estimated by the wall clock so that validations and checkpoints count."""

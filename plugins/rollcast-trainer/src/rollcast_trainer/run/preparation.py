@@ -24,26 +24,27 @@ __all__ = ["check_positions", "preprocess_data", "train_warm_start"]
 logger = logging.getLogger(__name__)
 
 
-def preprocess_data(data: DataConfig, seed: int) -> None:
-    """Run ``data.preprocess`` unless all data files exist.
+def preprocess_data(data: DataConfig, seed: int) -> bool:
+    """Run ``data.preprocess`` unless all data files exist; return True if it ran.
 
     Raises:
         ConfigError: ``data.preprocess_dir`` is not set.
         DataError: the source is missing or malformed.
     """
     if data.preprocess is None:
-        return
+        return False
     if data.preprocess_dir is None:
         raise ConfigError(f"data.preprocess={data.preprocess} needs data.preprocess_dir, the folder to write into")
     preprocessor = preprocessors.get(data.preprocess, requested_by="data.preprocess")()
     files = [*data.train_files, *data.val_files]
     if files and all(is_url(file) or Path(file).exists() for file in files):
-        return
+        return False
     source = None if data.preprocess_source is None else Path(data.preprocess_source)
     with show_progress(f"preprocessing {data.preprocess}"):
         report = preprocessor.run(source, Path(data.preprocess_dir), seed)
     written = ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items())
     logger.info("%s wrote %s", data.preprocess, written)
+    return True
 
 
 def check_positions(model_path: str, data: DataConfig) -> None:

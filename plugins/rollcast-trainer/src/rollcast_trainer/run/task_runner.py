@@ -91,14 +91,11 @@ class TaskRunner:
         self.run_dir = Path(config.run_dir)
         #: Copies of remote models on the nodes of the run.
         self.copies = NodeCopies()
-        #: Instance of ``schema``; untyped here because each trainer brings its own.
-        self.sections: Any = self.copies.place(build_section(cast("type[Any]", schema), config))
-        self.trainer = self.sections.trainer
+        self._schema = cast("type[Any]", schema)
+        self._read_sections()
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
         self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
         self.placement = self.section("placement", PlacementConfig)
-        self.model = self.sections.model
-        self.actor = self.sections.actor
         self.data = self.section("data", DataConfig)
         self.reward = self.section("reward", RewardConfig)
         self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))
@@ -149,6 +146,11 @@ class TaskRunner:
         self._stop_token_ids: tuple[int, ...] | None = None
         self.emit("on_configure", config=config)
 
+    def _read_sections(self) -> None:
+        #: Instance of the trainer's schema; untyped here because each trainer brings its own.
+        self.sections: Any = self.copies.place(build_section(self._schema, self.config))
+        self.trainer, self.model, self.actor = self.sections.trainer, self.sections.model, self.sections.actor
+
     def _leave_out_replicas(self) -> None:
         """Remove the pool of replicas: a replay starts none."""
         mapping = self.pools.mapping
@@ -197,7 +199,8 @@ class TaskRunner:
                 self.remote.fetch()
             self.start_step = prepare_run_dir(self.run_dir, self.plain)
             write_config(self.run_dir, OmegaConf.to_yaml(self.config))
-            preprocess_data(self.data, self.trainer.seed)
+            if preprocess_data(self.data, self.trainer.seed):
+                self._read_sections()  # a model that was just written may have to be converted, or its config changed
             check_positions(self.model.path, self.data)
             check_token_ids(self.rollout, self.model.path)
         except BaseException:
