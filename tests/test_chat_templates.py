@@ -187,3 +187,19 @@ def test_refusals_name_the_row_or_the_template(tmp_path: Path) -> None:
         renderer = ChatTemplateRenderer(RendererSetup(str(folder)))
         with pytest.raises(RendererError, match=says):
             renderer.extend(np.ones(3, np.int32), messages[:-1])
+
+
+def test_a_template_without_tools_is_no_silent_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": {"key": "x"}}}
+    tokenizer = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"])
+    renderer = ChatTemplateRenderer(RendererSetup(str(tmp_path / "model")))
+    renderer.start(TALK[:1])
+    assert not caplog.records
+    for _ in range(2):
+        renderer.start(TALK[:1], [tool])
+    (warning,) = caplog.messages
+    assert "does not write the tools, so prompts tell the model nothing of look_up" in warning
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 1 .* does not write its tool call of 'look_up'"):
+        rows_of(tmp_path / "rows.jsonl", tokenizer, {"messages": talk})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate", "Closing", "join_replies"]
 
+logger = logging.getLogger(__name__)
 _MARK = "rollcast-mark"
 
 
@@ -50,6 +52,7 @@ class ChatTemplate:
                 f"{where}: the tokenizer in {tokenizer.name_or_path} has no chat template; choose a model with one"
             )
         self._closings: dict[str, Closing] = {}
+        self._has_looked_for_tools = False
 
     def prompt(
         self,
@@ -155,7 +158,7 @@ class ChatTemplate:
         **how: bool,
     ) -> str:
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tools=list(tools) or None,
@@ -166,6 +169,20 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program and may raise anything
             raise RendererError(f"{type(error).__name__}: {error}") from error
+        if tools and not self._has_looked_for_tools:
+            self._has_looked_for_tools = True
+            self._look_for_tools(text, tools)
+        return text
+
+    def _look_for_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Warn if the template leaves the tools out, as one for a model without tools does without an error."""
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        if missing := [name for name in names if name not in text]:
+            logger.warning(
+                "the chat template of %s does not write the tools, so prompts tell the model nothing of %s",
+                self._tokenizer.name_or_path,
+                ", ".join(missing),
+            )
 
 
 def join_replies(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

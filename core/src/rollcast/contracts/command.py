@@ -98,9 +98,7 @@ def build_console(stderr: bool = False) -> Console:
 
     # In a notebook rich would show what is meant for standard error as an output of the cell, which is saved.
     in_notebook = False if stderr else None
-    return Console(
-        stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, force_jupyter=in_notebook
-    )
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, force_jupyter=in_notebook)
 
 
 def hide_library_bars() -> None:

@@ -149,6 +149,7 @@ class ConversationDataset(BaseDataset):
             before = template.prompt(row, opened, options, continues=bool(prefill) and number == first)
             unclosed = template.unclosed(row, messages[: number + 1], options, before)
             reply = _reply(row, number, before, unclosed)
+            _require_calls(row, number, message, reply)
             if chains and before.startswith(so_far):
                 chains[-1].pieces.append(_Piece(before[len(so_far) :], trained=False))
             else:
@@ -277,6 +278,16 @@ def _reply(row: Row, number: int, before: str, unclosed: str) -> str:
             "another template"
         )
     return unclosed[len(before) :]
+
+
+def _require_calls(row: Row, number: int, message: Mapping[str, Any], reply: str) -> None:
+    """Raise if the template leaves tool calls out, as one for a model without tools does: an empty reply is trained."""
+    names = [str(call["function"]["name"]) for call in message.get("tool_calls", ())]
+    if missing := [name for name in names if name not in reply]:
+        raise DataError(
+            f"{row.location}: message {number} cannot be trained: the chat template does not write its tool call of "
+            f"{missing[0]!r}; set its weight to 0, or use a model whose template writes tool calls"
+        )
 
 
 def _joined_pieces(chain: _Chain, encoded: Iterator[Ids], end_ids: list[int]) -> tuple[list[int], list[bool]]:
