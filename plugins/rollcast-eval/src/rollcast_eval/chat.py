@@ -189,6 +189,6 @@ class ChatSession:
         seed = torch.tensor([self._sample.seed + self._asked])
         self._asked += 1
         sampling = configured_sampling(self._served.rollout, self._data.max_response_length)
-        prompts = DataProto.from_dict({"prompts": join_ids(ids), "seed": seed})
+        prompts = DataProto.from_dict({"prompts": join_ids(ids).column(), "seed": seed})
         answer = self._replicas.generate_sequences(prompts, sampling)
         return GeneratedSamples(answer, self._tokenizer)[0].response
