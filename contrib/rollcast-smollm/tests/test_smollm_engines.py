@@ -16,15 +16,16 @@ pytestmark = pytest.mark.long
 
 FSDP = ["actor.engine.share_prompts=false"]
 TWO = ["placement.n_gpus_per_node=2"]
-MEGATRON = ["engine=megatron", *TWO]
 STEPS = {
     "padded": FSDP,
     "packed": [*FSDP, "actor.engine.use_remove_padding=true"],
     "fused head": [*FSDP, "actor.engine.use_fused_kernels=true"],
     "two ranks": [*FSDP, *TWO],
     "two ranks, one copy each": [*FSDP, *TWO, "actor.engine.fsdp_size=1"],
-    "Megatron, TP 2": [*MEGATRON, "actor.engine.tensor_model_parallel_size=2"],
-    "Megatron, PP 2": [*MEGATRON, "actor.engine.pipeline_model_parallel_size=2"],
+    "Megatron": ["engine=megatron"],
+    # The model has nine attention heads.
+    "Megatron, TP 3": ["engine=megatron", "placement.n_gpus_per_node=3", "actor.engine.tensor_model_parallel_size=3"],
+    "Megatron, PP 2": ["engine=megatron", *TWO, "actor.engine.pipeline_model_parallel_size=2"],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from rollcast.errors import CheckpointError, ConfigError
 from rollcast_fsdp.conf import SCHEMAS
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_testing.tiny import random_batch, tiny_model_folder
+from rollcast_testing.tiny import nll_loss, plain_log_probs, plain_model, random_batch, tiny_model_folder
 
 ALONE = scenarios.ALONE
 
@@ -184,6 +185,28 @@ def test_a_loss_without_gradient_is_no_error(model_folder: Path) -> None:
         result = engine.train_batch(random_batch(4, 3, 4), constant, ForwardSettings(micro_batch_size_per_gpu=2))
     assert result.grad_norm == 0.0
     assert result.metrics == {"answer": 42.0}
+
+
+def test_a_pad_token_that_ends_turns_is_trained(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    batch = random_batch(4, 6, 4, seed=1)
+    token = int(batch["input_ids"][0, 5])  # of a prompt, in a position that no row pads
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "pad_token_id": token}))
+    plain = plain_model(tmp_path / "model")
+    assert plain.get_input_embeddings().padding_idx == token
+    norms = {}
+    for padding in (token, None):
+        plain.get_input_embeddings().padding_idx = padding
+        plain.zero_grad()
+        log_probs, _ = plain_log_probs(plain, batch)
+        (-log_probs.sum() / batch["response_mask"].sum()).backward()
+        norms[padding] = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    assert norms[token] != pytest.approx(norms[None], rel=1e-4)
+    engine = scenarios.build(ALONE, tmp_path / "model")
+    with engine.train_mode():
+        result = engine.train_batch(batch, nll_loss, ForwardSettings())
+    assert result.grad_norm == pytest.approx(norms[None], rel=1e-5)
 
 
 def test_modes_are_put_back(model_folder: Path) -> None:

@@ -17,6 +17,7 @@ from rollcast.contracts.engine import ForwardSettings
 from rollcast.errors import ConfigError
 from rollcast_fsdp.fused import linear_stats
 from rollcast_fsdp.head import VocabularyHead
+from rollcast_fsdp.logprobs import sum_pi_squared, token_entropy
 from rollcast_testing.tiny import random_batch
 
 ALONE = scenarios.ALONE
@@ -149,3 +150,13 @@ def test_a_head_that_is_no_plain_layer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="vocabulary head of Model is Sequential, not a plain linear layer"):
         VocabularyHead(Model())
+
+
+def test_quantities_of_large_logits_are_exact() -> None:
+    """Logits of a pretrained model: a vocabulary of thousands of words, and a largest logit of 40."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(16, 50_000, generator=generator) + 25
+    logits[:, 7] = torch.linspace(30, 50, 16)
+    exact = logits.double().log_softmax(-1)
+    assert torch.allclose(token_entropy(logits).double(), -(exact.exp() * exact).sum(-1), rtol=0, atol=5e-5)
+    assert torch.allclose(sum_pi_squared(logits).double(), (2 * exact).exp().sum(-1), rtol=2e-6, atol=0)

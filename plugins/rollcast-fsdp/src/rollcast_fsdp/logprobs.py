@@ -39,13 +39,19 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def token_entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats, ``[...]``, of the distributions ``logits``, float ``[..., V]``."""
-    mean_logit = (torch.softmax(logits, dim=-1) * logits).sum(-1)
-    return torch.logsumexp(logits, dim=-1) - mean_logit
+    relative = _relative(logits)
+    return torch.logsumexp(relative, dim=-1) - (torch.softmax(relative, dim=-1) * relative).sum(-1)
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:
     """Return ``Σ_v p_v²``, ``[...]``, of the distributions ``logits``, float ``[..., V]``."""
-    return (torch.logsumexp(2 * logits, dim=-1) - 2 * torch.logsumexp(logits, dim=-1)).exp()
+    relative = _relative(logits)
+    return (torch.logsumexp(2 * relative, dim=-1) - 2 * torch.logsumexp(relative, dim=-1)).exp()
+
+
+def _relative(logits: Tensor) -> Tensor:
+    """Return logits relative to the largest, so that no result is a small difference of large numbers."""
+    return logits - logits.detach().amax(-1, keepdim=True)
 
 
 def response_logits(

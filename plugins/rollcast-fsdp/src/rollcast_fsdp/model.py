@@ -132,6 +132,7 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
         plan = None if model.random_init else _plan_reading(setup, config, dtype)
         if plan is None:
             plan = _plan_whole(setup, config, dtype)
+        _train_pad_token(plan.module)
         if model.trains_adapter:
             plan.adapter = attach_adapter(plan.module, model, setup.seed)
             if plan.source is None:
@@ -139,6 +140,17 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
             elif isinstance(plan.source, WeightFolder):
                 plan.adapter.base_fingerprint = plan.source.fingerprint()
     return plan
+
+
+def _train_pad_token(module: nn.Module) -> None:
+    """Give the pad token's embedding a gradient.
+
+    transformers leaves it without one, and in many models the pad token is also the one that ends turns. Positions that
+    are padding have none either way, since no loss depends on them.
+    """
+    embeddings = transformer(module).get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding):
+        embeddings.padding_idx = None
 
 
 def _refuse_vision(setup: EngineSetup) -> None:
