@@ -24,7 +24,7 @@ from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import ConfigError, PluginNotFoundError, RequestError, RolloutError, WeightSyncError
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
-from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
+from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec, find_cause
 from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 pytestmark = pytest.mark.long
@@ -206,3 +206,17 @@ def test_what_cannot_start_says_why(start_replica: Start, changes: Any, error: t
 def test_a_model_that_is_not_there(start_replica: Start) -> None:
     _, address = start_replica(model_path="/no/such/model")  # the hf rollout loads it when it is needed
     assert isinstance(ask(address, make_requests(1))[0], OSError)
+
+
+def test_a_failed_start_quotes_the_cause_in_its_log() -> None:
+    log = """INFO loading
+(EngineCore pid=7) ERROR [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=7) ERROR [core.py:1510] ValueError: To serve one request, 0.35 GiB are needed
+RuntimeError: Engine core initialization failed. See root cause above.
+rollcast.errors.RolloutError: the engine did not start: RuntimeError: Engine core initialization failed.
+"""
+    message = (
+        "replica 0: the engine did not start: RuntimeError: Engine core initialization failed. See root cause above."
+    )
+    assert find_cause(log, message) == "ValueError: To serve one request, 0.35 GiB are needed"
+    assert find_cause("INFO no Error: here\n", message) == ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -174,3 +175,18 @@ def test_other_quantizations_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization must be fp8 or null, got 'awq'"):
         build_section(VllmRolloutConfig, OmegaConf.create({"quantization": "awq"}), "rollout")
     assert VllmRollout.capabilities.quantization == {"fp8"}
+
+
+def test_a_cpus_cache_holds_the_longest_sequence(given: dict[str, Any], tmp_path: Path) -> None:
+    def size(**keys: Any) -> int:
+        engine_args.build_engine_args(make_setup(tmp_path, **keys))
+        return int(given["kv_cache_memory_bytes"])
+
+    least = engine_args.CPU_KV_CACHE_BYTES
+    assert size() == least  # there is no config
+    # SmolLM2-135M, of which vLLM wants 0.35 GiB.
+    config = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    assert 2 * 4 * 30 * 3 * 64 * 8192 < size() < 1.2 * 2 * 4 * 30 * 3 * 64 * 8192
+    assert size(max_model_len=1024) == least
+    assert size(kv_cache_memory_bytes=1 << 20) == 1 << 20

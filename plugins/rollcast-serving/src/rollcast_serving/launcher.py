@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -23,10 +24,13 @@ from rollcast_serving.lifeline import Meeting
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.wire import decode_error
 
-__all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec"]
+__all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec", "find_cause"]
 
 _STOP_GRACE_S = 10.0
 _LOG_LINES = 20
+#: The last line of a traceback, behind the name of the process that wrote it, and the most of it that is quoted.
+_EXCEPTION = re.compile(r"(?<![\w.'\"])(?:\w+\.)*[A-Z]\w*(?:Error|Exception): \S.*")
+_LONGEST_CAUSE = 500
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,9 @@ class ReplicaProcess:
             self.stop()
             section = self.spec.section
             keys = "" if section == "rollout" else f"the keys of its rollout are under {section}; "
-            raise decode_error(message["error"], f"{self._name} ({keys}log: {self.log})")
+            error = decode_error(message["error"], f"{self._name} ({keys}log: {self.log})")
+            cause = find_cause(self.log.read_text(errors="replace"), str(error))
+            raise type(error)(f"{error}; its log says: {cause}") if cause and type(error) is RolloutError else error
         node, generation = self._place
         return ReplicaAddress(
             self.index, node, self.spec.host, message["port"], message["openai_port"], self._token, generation
@@ -249,3 +255,12 @@ class ReplicaProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
+
+
+def find_cause(log: str, message: str) -> str:
+    """Return the last exception in the log of a failed start that the message does not have; empty if there is none.
+
+    Engines start processes of their own, and say of their failure that the root cause is above.
+    """
+    found = [match[0].strip() for match in _EXCEPTION.finditer(log)]
+    return next((each[:_LONGEST_CAUSE] for each in reversed(found) if each.partition(": ")[2] not in message), "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
@@ -16,6 +18,8 @@ __all__ = ["WORKER_EXTENSION", "build_engine_args"]
 WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 #: KV cache of an engine on a CPU, where vLLM's own default is a share of all memory.
 CPU_KV_CACHE_BYTES = 256 << 20
+#: Tokens of the blocks that vLLM keeps beside those of a sequence.
+_CPU_BLOCKS = 1024
 #: rollcast's keys for arguments that ``engine_kwargs`` must not set.
 OWN_KEYS = {
     "enable_sleep_mode": "free_cache_engine",
@@ -87,7 +91,7 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "load_format": "dummy" if starts_without_weights(setup) else config.load_format,
         "enforce_eager": config.enforce_eager or not gpu,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES if kv_cache is None and not gpu else kv_cache,
+        "kv_cache_memory_bytes": _cpu_kv_cache_bytes(setup) if kv_cache is None and not gpu else kv_cache,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -129,3 +133,20 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         # has to rewind a CPU's random numbers for it.
         values["enable_chunked_prefill"] = False
     return values
+
+
+def _cpu_kv_cache_bytes(setup: RolloutSetup) -> int:
+    """Return the size of the KV cache on a CPU: one sequence as long as the model or ``max_model_len`` allows fits.
+
+    vLLM does not start with less. A model whose config does not state its sizes gets the least size.
+    """
+    try:
+        found = json.loads((Path(setup.model_path) / "config.json").read_text(encoding="utf-8"))
+        sizes = found.get("text_config") or found
+        heads = int(sizes["num_attention_heads"])
+        width = int(sizes.get("head_dim") or sizes["hidden_size"] // heads)
+        a_token = 2 * 4 * int(sizes["num_hidden_layers"]) * int(sizes.get("num_key_value_heads") or heads) * width
+        length = int(setup.config.max_model_len or sizes["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return CPU_KV_CACHE_BYTES
+    return max(CPU_KV_CACHE_BYTES, a_token * (length + _CPU_BLOCKS))

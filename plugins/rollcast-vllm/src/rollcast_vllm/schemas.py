@@ -36,7 +36,8 @@ class VllmRolloutConfig(AdapterRolloutConfig):
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     """Fraction of the GPU's memory for weights, activations and cache."""
     kv_cache_memory_bytes: Positive | None = None
-    """Size of the KV cache in bytes; null for the memory that `gpu_memory_utilization` leaves, or 256 MiB on a CPU."""
+    """Size of the KV cache in bytes; null for the memory that `gpu_memory_utilization` leaves, or on a CPU for 256 MiB
+    or, if that is more, one sequence of the greatest length."""
     max_num_seqs: Positive = 256
     """Maximum number of sequences computed at once."""
     max_num_batched_tokens: Positive | None = None
