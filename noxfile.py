@@ -525,7 +525,7 @@ def install_trainer(session: nox.Session) -> Path:
     """Return the Python of the trainer's environment, which has every engine's plugin and no engine."""
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
-    names = requirements(QUICKSTART) | set(ENGINES)
+    names = requirements(QUICKSTART) | requirements("rollcast-megatron") | set(ENGINES)
     tools = ["pytest", "pytest-timeout", "peft", "pillow"]
     wanted = what_is_installed(names, tools, CPU)
     with locked(TRAINER):

@@ -18,6 +18,7 @@ from rollcast.plugins.discovery import find_plugins
 URL = "s3://bucket/x"
 #: Command line → the option or argument that has the URL.
 LINES = {
+    f"chat model --opening {URL}": "--opening",
     f"eval prompts.jsonl --output {URL}": "--output",
     f"eval prompts.jsonl --config-dir={URL}": "--config-dir",
     f"export run/checkpoints/step_1 out --config {URL}": "--config",

@@ -143,10 +143,10 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
 
 
 def _train_pad_token(module: nn.Module) -> None:
-    """Give the pad token's embedding a gradient.
+    """Unfreeze the pad token's embedding, to which transformers gives no gradient.
 
-    transformers leaves it without one, and in many models the pad token is also the one that ends turns. Positions that
-    are padding have none either way, since no loss depends on them.
+    In many models the pad token is also the one that ends turns. Positions that are padding have no gradient either
+    way, since no loss depends on them.
     """
     embeddings = transformer(module).get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
