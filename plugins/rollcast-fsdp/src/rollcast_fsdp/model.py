@@ -143,7 +143,7 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
 
 
 def _train_pad_token(module: nn.Module) -> None:
-    """Unfreeze the pad token's embedding, to which transformers gives no gradient.
+    """Unfreeze the pad token's embedding, which has no gradient in transformers.
 
     In many models the pad token is also the one that ends turns. Positions that are padding have no gradient either
     way, since no loss depends on them.
