@@ -190,5 +190,5 @@ class ChatSession:
         self._asked += 1
         sampling = configured_sampling(self._served.rollout, self._data.max_response_length)
         prompts = DataProto.from_dict({"prompts": join_ids(ids).column(), "seed": seed})
-        answer = self._replicas.generate_sequences(prompts, sampling)
+        answer = self._replicas.run(self._replicas.respond(prompts, sampling))
         return GeneratedSamples(answer, self._tokenizer)[0].response
