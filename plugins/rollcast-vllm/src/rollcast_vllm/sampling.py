@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from array import array
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "check_temperature",
     "read_sequence",
     "spread_seed",
+    "states_versions",
 ]
 
 #: Smallest temperature that vLLM supports; it raises smaller ones to this value.
@@ -111,8 +113,13 @@ class SequenceReader:
         """True once a stop string is complete; the caller must then make vLLM end the sequence."""
         return self._kept is not None
 
-    def add(self, completion: Any) -> None:
-        """Add the tokens of a ``CompletionOutput``."""
+    def add(self, completion: Any, version: int | None = None) -> None:
+        """Add the tokens of a ``CompletionOutput``.
+
+        Args:
+            completion: the output.
+            version: weight version of all its tokens; None for the versions that it states.
+        """
         tokens = array("i", completion.token_ids)
         if self._matcher is not None and self._kept is None:
             found = count_until_stop(self._matcher, tokens)
@@ -122,6 +129,9 @@ class SequenceReader:
             self._log_probs += array("f", completion.logprobs.logprobs)
         self._reason = completion.finish_reason
         self._routed = completion.routed_experts  # only in the last output
+        if version is not None:
+            self._versions += array("q", [version]) * len(tokens)
+            return
         for span in completion.weight_versions or ():  # only in the last output
             self._versions += array("q", [int(span.version)]) * (span.end - span.start)
 
@@ -150,8 +160,17 @@ class SequenceReader:
         return layers.select(self._routed, count, request_id)
 
 
-def read_sequence(request: RolloutRequest, completion: Any, layers: RecordedLayers | None = None) -> RolloutSequence:
+def states_versions() -> bool:
+    """Return True if vLLM's outputs state the weight version of each token, as since 0.32."""
+    from vllm.outputs import CompletionOutput
+
+    return any(field.name == "weight_versions" for field in dataclasses.fields(CompletionOutput))
+
+
+def read_sequence(
+    request: RolloutRequest, completion: Any, layers: RecordedLayers | None = None, version: int | None = None
+) -> RolloutSequence:
     """Return the sequence of a final ``CompletionOutput``; takes and raises the same as :class:`SequenceReader`."""
     reader = SequenceReader(request, layers=layers)
-    reader.add(completion)
+    reader.add(completion, version)
     return reader.sequence()
