@@ -17,6 +17,14 @@ NOT_HERE = {
     "test_rvdz.py": "cupy's NCCL",
     "test_data_transfer.py": "batches of 2 GiB, about 16 GiB in all",
 }
+#: Files that always run; the others, which take ten minutes more, run with ``ROLLCAST_ALL_CASES=1``.
+ALWAYS = {
+    "test_colocated_workers.py",
+    "test_decorator_on_cpu.py",
+    "test_device_mesh_register.py",
+    "test_fused_workers_on_cpu.py",
+    "test_worker_group_basics.py",
+}
 
 
 def find_tests() -> list[Path]:
@@ -28,7 +36,8 @@ def find_tests() -> list[Path]:
     found = sorted(folder.glob("test_*.py"))
     if not found:
         pytest.skip(f"this verl came without its tests: {folder} has none")
-    return [file for file in found if file.name not in NOT_HERE]
+    wanted = [file for file in found if file.name not in NOT_HERE]
+    return wanted if os.environ.get("ROLLCAST_ALL_CASES") else [file for file in wanted if file.name in ALWAYS]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -57,4 +66,4 @@ def test_verls_own_tests_of_its_controller_pass() -> None:
         )
     assert done.returncode == 0, f"{done.stdout[-12000:]}\n{done.stderr[-2000:]}"
     passed = done.stdout.count(" PASSED")
-    assert passed >= 24 and "SKIPPED" not in done.stdout, done.stdout[-6000:]
+    assert passed >= (24 if os.environ.get("ROLLCAST_ALL_CASES") else 7) and "SKIPPED" not in done.stdout, done.stdout[-6000:]
