@@ -77,6 +77,29 @@ def test_no_keys_and_values_of_old_weights(
         assert min(running_gap, cached_gap) > 100 * TOLERANCE
 
 
+def test_an_update_waits_for_requests_whose_versions_vllm_does_not_state(
+    rollout: VllmRollout, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM before 0.32 gets."""
+    monkeypatch.setattr(rollout, "_states_versions", False)
+    prompts = make_prompts(4)
+
+    async def update_meanwhile() -> list[Any]:
+        tasks = await under_way(rollout, prompts)
+        update = asyncio.ensure_future(rollout.update_weights([named(models[1])], 1))
+        await asyncio.sleep(0.05)
+        late = asyncio.ensure_future(rollout.generate(RolloutRequest("late", prompts[0], GREEDY)))
+        found = [*await asyncio.gather(*tasks), await late]
+        await update
+        return found
+
+    *running, late = (only_sequence(output) for output in asyncio.run(update_meanwhile()))
+    versions = dict(enumerate(models))
+    for prompt, sequence in zip([*prompts, prompts[0]], [*running, late], strict=True):
+        assert set(sequence.weight_versions) == {int(sequence is late)}
+        assert gap_to(versions, prompt, sequence) <= TOLERANCE
+
+
 def test_vllm_alone_keeps_a_tied_head(rollout: VllmRollout, models: list[Any], folders: list[Path]) -> None:
     """What the update has to repair: vLLM's own reload leaves the head with the old embedding."""
 
