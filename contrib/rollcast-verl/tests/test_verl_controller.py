@@ -66,4 +66,6 @@ def test_verls_own_tests_of_its_controller_pass() -> None:
         )
     assert done.returncode == 0, f"{done.stdout[-12000:]}\n{done.stderr[-2000:]}"
     passed = done.stdout.count(" PASSED")
-    assert passed >= (24 if os.environ.get("ROLLCAST_ALL_CASES") else 7) and "SKIPPED" not in done.stdout, done.stdout[-6000:]
+    assert passed >= (24 if os.environ.get("ROLLCAST_ALL_CASES") else 7) and "SKIPPED" not in done.stdout, done.stdout[
+        -6000:
+    ]

@@ -16,6 +16,7 @@ from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, gap_to, under_way
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CapabilityError, RequestError, RolloutError, WeightSyncError
+from rollcast_serving.in_flight import hold_requests
 from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
@@ -77,18 +78,18 @@ def test_no_keys_and_values_of_old_weights(
         assert min(running_gap, cached_gap) > 100 * TOLERANCE
 
 
-def test_an_update_waits_for_requests_whose_versions_vllm_does_not_state(
+def test_a_vllm_that_states_no_versions_gets_updates_between_requests(
     rollout: VllmRollout, models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What vLLM before 0.32 gets."""
-    monkeypatch.setattr(rollout, "_states_versions", False)
-    prompts = make_prompts(4)
+    monkeypatch.setattr(rollout, "capabilities", replace(rollout.capabilities, update_in_flight=False))
+    held, prompts = hold_requests(rollout, "continue"), make_prompts(4)
 
     async def update_meanwhile() -> list[Any]:
-        tasks = await under_way(rollout, prompts)
-        update = asyncio.ensure_future(rollout.update_weights([named(models[1])], 1))
+        tasks = await under_way(held, prompts)
+        update = asyncio.ensure_future(held.update_weights([named(models[1])], 1))
         await asyncio.sleep(0.05)
-        late = asyncio.ensure_future(rollout.generate(RolloutRequest("late", prompts[0], GREEDY)))
+        late = asyncio.ensure_future(held.generate(RolloutRequest("late", prompts[0], GREEDY)))
         found = [*await asyncio.gather(*tasks), await late]
         await update
         return found

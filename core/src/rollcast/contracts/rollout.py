@@ -83,6 +83,8 @@ class RolloutCapabilities:
         seeds: True if a request's seed determines its tokens.
         continuous_batching: True if a new request joins the requests in flight; False if requests are computed in
             batches.
+        update_in_flight: True if requests may be in flight during an update, and tokens then carry the version that
+            drew them; False if a replica has to finish them first, whatever ``rollout.update_in_flight`` says.
         multi_modal: True if requests may have ``multi_modal_data``.
         routing_replay: True if sequences of a mixture of experts have ``routed_experts`` on request
             (``rollout.enable_rollout_routing_replay``).
@@ -105,6 +107,7 @@ class RolloutCapabilities:
     releases_memory: bool = False
     seeds: bool = False
     continuous_batching: bool = True
+    update_in_flight: bool = True
     multi_modal: bool = False
     routing_replay: bool = False
     quantization: frozenset[str] = frozenset()

@@ -176,9 +176,9 @@ class RolloutConfig:
     """Size of the largest bucket of weights in flight, in MiB."""
     update_in_flight: Literal["continue", "finish", "interrupt"] = "continue"
     """A replica's treatment of the requests in flight when new weights arrive. `continue` leaves them to the engine,
-    which computes their next tokens with the new weights if it can; `finish` completes them with the old weights
-    first, while new requests wait; `interrupt` aborts them and continues them from the tokens sampled so far with the
-    new weights."""
+    which computes their next tokens with the new weights if it can, else as by `finish`; `finish` completes them with
+    the old weights first, while new requests wait; `interrupt` aborts them and continues them from the tokens sampled
+    so far with the new weights."""
     sync_timeout_s: Seconds = 600.0
     """Timeout in seconds for a replica to take one bucket of weights."""
     sync_folder: str | None = None

@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 def hold_requests(rollout: BaseRollout, policy: str) -> BaseRollout:
     """Return the rollout that a replica serves under a policy of ``rollout.update_in_flight``."""
-    return rollout if policy == "continue" else InFlightRollout(rollout, interrupts=policy == "interrupt")
+    if policy == "continue" and rollout.capabilities.update_in_flight:
+        return rollout
+    return InFlightRollout(rollout, interrupts=policy == "interrupt")
 
 
 class InFlightRollout(BaseRollout):

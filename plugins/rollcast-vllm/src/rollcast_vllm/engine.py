@@ -251,7 +251,8 @@ async def call_workers(llm: Any, method: str, *args: Any) -> list[Any]:
     """
     if llm.vllm_config.parallel_config.data_parallel_size == 1:
         return list(await llm.collective_rpc(method, args=args))
-    answers = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+    client, call = llm.engine_core, ("collective_rpc", method, None, args, None)
+    answers = await asyncio.gather(*(client._call_utility_async(*call, engine=each) for each in client.core_engines))
     return [answer for engine in answers for answer in engine]
 
 

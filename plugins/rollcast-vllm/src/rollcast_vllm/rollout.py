@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -66,7 +66,6 @@ class _Job:
         key: unique id in this rollout.
         keys: ids in vLLM, one per submission.
         base_only: True if the engine computes it without an adapter.
-        version: version of the weights that it is computed with, in its last part; None before it is submitted.
         aborted: True if a caller aborted it.
         failure: error of the update that ended it.
     """
@@ -75,7 +74,6 @@ class _Job:
     key: str
     keys: list[str] = field(default_factory=list)
     base_only: bool = False
-    version: int | None = None
     aborted: bool = False
     failure: WeightSyncError | None = None
 
@@ -130,6 +128,7 @@ class VllmRollout(BaseRollout):
             releases_memory=self._can_release,
             seeds=config.use_request_seeds,
             multi_modal=self._images is not None,
+            update_in_flight=states_versions(),
         )
         arguments = build_engine_args(setup, self._images is not None)
         self._stops = StopStrings(setup.model_path, trust)
@@ -141,10 +140,9 @@ class VllmRollout(BaseRollout):
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()  # one update at a time
-        self._open = asyncio.Event()  # cleared while an update waits for requests that it must not reach
+        self._open = asyncio.Event()  # cleared while the first adapter waits for requests without one
         self._open.set()
         self._version = 0
-        self._states_versions = states_versions()
         self._released: set[str] = set()
         self._adapter: AdapterFolder | None = None
         self._state = WeightState("the engine started without weights" if starts_without_weights(setup) else "")
@@ -219,7 +217,6 @@ class VllmRollout(BaseRollout):
             if job.aborted:
                 return empty_output(request)
             job.base_only = self._adapter is None
-            job.version = self._version
             sequences = await self._sample(job, prompt)
         finally:
             del self._jobs[job.key]
@@ -235,7 +232,7 @@ class VllmRollout(BaseRollout):
             params = build_params(request, stop_ids, seed)
             async with self._submitted(job, job.key, prompt, params) as outputs:
                 output = outputs.get_nowait() or await outputs.get()
-            version = self._version_of(job)
+            version = self._only_version()
             return [read_sequence(request, completion, self._recorded, version) for completion in output.outputs]
         # Separate requests, so that one that has stopped ends while the others continue.
         tasks = [
@@ -258,15 +255,15 @@ class VllmRollout(BaseRollout):
             ended = False
             while not reader.is_over:
                 for completion in (await outputs.get()).outputs:
-                    reader.add(completion, self._version_of(job))
+                    reader.add(completion, self._only_version())
                 if reader.has_stopped and not reader.is_over and not ended:
                     await self._llm.abort(key)
                     ended = True
         return reader.sequence()
 
-    def _version_of(self, job: _Job) -> int | None:
-        """Return the weight version of a request's tokens; None if vLLM states it."""
-        return None if self._states_versions else job.version
+    def _only_version(self) -> int | None:
+        """Return the weight version of all requests in flight; None if vLLM states that of each token."""
+        return None if self.capabilities.update_in_flight else self._version
 
     @asynccontextmanager
     async def _submitted(self, job: _Job, key: str, prompt: dict[str, Any], params: Any) -> AsyncIterator[Any]:
@@ -328,7 +325,7 @@ class VllmRollout(BaseRollout):
         return await self._engine.run(self._update_weights(buckets, version))
 
     async def _update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-        async with self._alone():
+        async with self._turn:
             self._raise_if_released()
             expected = await self._expect()
             try:
@@ -360,7 +357,7 @@ class VllmRollout(BaseRollout):
         return await self._engine.run(self._update_adapter(adapter, version))
 
     async def _update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        async with self._alone():
+        async with self._turn:
             self._raise_if_released()
             start = time.perf_counter()
             expected = await self._expect()
@@ -380,6 +377,8 @@ class VllmRollout(BaseRollout):
             except BaseException as error:
                 await self._fail(self._state.fail("adapter", version, error))
                 raise
+            finally:
+                self._open.set()
             now = time.perf_counter()
             return replace(tally.report(version), seconds=now - start, load_seconds=now - loading)
 
@@ -396,16 +395,14 @@ class VllmRollout(BaseRollout):
             await self._engine.run(self._release(frozenset(tags)))
 
     async def _release(self, tags: frozenset[str]) -> None:
-        async with self._alone():
+        async with self._turn:
             if WEIGHTS in tags and WEIGHTS not in self._released:
                 if self._released:
                     await self._llm.wake_up([KV_CACHE])
                 level = self._config.sleep_level
-                await self._end_requests()
                 await self._llm.sleep(level, mode="keep" if level == 1 else "abort")
                 self._released = {WEIGHTS, KV_CACHE}
             elif KV_CACHE in tags and not self._released:
-                await self._end_requests()
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
                 await self._release_cache()
                 self._released = {KV_CACHE}
@@ -458,43 +455,21 @@ class VllmRollout(BaseRollout):
             self._expected = await asyncio.to_thread(ModelWeights.of, self.setup.model_path, self._trust_remote_code)
         return self._expected
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Run an update or release when no other runs, and let go of the requests that it held when it ends."""
-        async with self._turn:
-            try:
-                yield
-            finally:
-                self._open.set()
-
     async def _wait_for_base_only(self) -> None:
         """Before the first adapter: hold new requests until those without an adapter have ended."""
         if self._adapter is None:
-            await self._wait_for(lambda job: job.base_only)
-
-    async def _wait_for(self, concerns: Callable[[_Job], bool]) -> None:
-        """Hold new requests until those in flight that ``concerns`` selects have ended."""
-        self._open.clear()
-        while any(concerns(job) for job in self._jobs.values()):
-            await asyncio.sleep(0.01)
-
-    async def _end_requests(self) -> None:
-        """Wait for the requests in flight if vLLM does not state the version of each token, so that each has one."""
-        if not self._states_versions:
-            await self._wait_for(lambda job: job.version is not None)
+            self._open.clear()
+            while any(job.base_only for job in self._jobs.values()):
+                await asyncio.sleep(0.01)
 
     async def _pause(self) -> None:
         """Pause after the current step, and drop all keys and values, including those of running requests."""
         if not self._released:
-            await self._end_requests()
             await self._llm.pause_generation(mode="keep", clear_cache=True)
 
     async def _commit(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
         self._version = version
-        for job in self._jobs.values():
-            # Where it matters, a request in flight has no tokens yet: the update waited for those that had.
-            job.version = None if job.version is None else version
         if not self._released:
             await self._llm.resume_generation()
 
