@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, gap_to, under_way
+from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, gap_to, require_versions, under_way
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weights import AdapterWeights
@@ -53,6 +53,7 @@ def test_no_keys_and_values_of_old_weights(
     rollout: VllmRollout, models: list[Any], monkeypatch: pytest.MonkeyPatch, clear: bool
 ) -> None:
     """Running requests and cached prompts are computed anew; without that, both checks see stale keys and values."""
+    require_versions(rollout)
     pause = rollout._llm.pause_generation
     monkeypatch.setattr(
         rollout._llm, "pause_generation", lambda mode, clear_cache: pause(mode=mode, clear_cache=clear and clear_cache)
@@ -166,6 +167,8 @@ def test_both_ways_report_the_same(rollout: VllmRollout, folders: list[Path]) ->
 
 
 def test_a_failing_source_fails_the_update_and_the_requests_under_way(rollout: VllmRollout, models: list[Any]) -> None:
+    require_versions(rollout)
+
     def source() -> Any:
         yield named(models[1])[:7]
         raise OSError("the sender is gone")

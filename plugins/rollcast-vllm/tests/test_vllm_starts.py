@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, build, gap_to, under_way
+from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, build, gap_to, require_versions, under_way
 
 from rollcast.contracts.rollout import EngineNode, RolloutRequest
 from rollcast.errors import ConfigError, RequestError, RolloutError, WeightSyncError
@@ -102,6 +102,7 @@ def test_an_adapter_does_not_outlive_full_weights(folders: list[Path], models: l
     """Not even in requests that came with it, and are still under way."""
     rollout = build(folders[0], enable_lora=True, max_lora_rank=8)
     try:
+        require_versions(rollout)
         adapter = _make_adapter(models[0], 1)
         base = [models[0], _merge(folders[0], adapter), models[1]]
         prompts = make_prompts(3)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollcast.contracts.rollout import (
     EngineNode,
     EnginePart,
@@ -76,6 +78,12 @@ def gap_to(models: dict[int, Any], prompt: Sequence[int], sequence: RolloutSeque
         abs(expected[version][place] - log_prob)
         for place, (version, log_prob) in enumerate(zip(sequence.weight_versions, sequence.log_probs, strict=True))
     )
+
+
+def require_versions(rollout: VllmRollout) -> None:
+    """Skip where vLLM gets no updates while requests are in flight."""
+    if not rollout.capabilities.update_in_flight:
+        pytest.skip("vLLM before 0.32 states no weight versions")
 
 
 async def under_way(rollout: VllmRollout, prompts: Sequence[Sequence[int]]) -> list[asyncio.Task[Any]]:
