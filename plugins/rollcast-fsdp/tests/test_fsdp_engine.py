@@ -194,7 +194,6 @@ def test_a_pad_token_that_ends_turns_is_trained(model_folder: Path, tmp_path: Pa
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "pad_token_id": token}))
     plain = plain_model(tmp_path / "model")
-    assert plain.get_input_embeddings().padding_idx == token
     norms = {}
     for padding in (token, None):
         plain.get_input_embeddings().padding_idx = padding

@@ -305,10 +305,14 @@ def nan_loss(inputs: LossInputs) -> LossOutput:
 
 
 def plain_model(path: Path) -> Any:
-    """Load the folder's causal LM with transformers in float32, in evaluation mode."""
+    """Load the folder's causal LM with transformers in float32, in evaluation mode.
+
+    The pad token's embedding has a gradient, as that of any other token; transformers leaves it without one.
+    """
     from transformers import AutoModelForCausalLM
 
     module: Any = AutoModelForCausalLM.from_pretrained(path)
+    module.get_input_embeddings().padding_idx = None
     return module.float().eval()
 
 
