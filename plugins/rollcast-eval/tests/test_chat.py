@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rollcast.errors import ConfigError, DataError
+from rollcast_data.schemas import DataConfig
 from rollcast_eval.chat import _read_opening, chat_app, find_model
 
 pytestmark = pytest.mark.long
@@ -85,9 +86,11 @@ def test_an_opening_has_messages(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1+1="}) + "\n")
     with pytest.raises(DataError, match="the prompt is a string, and --opening needs one of messages"):
-        _read_opening(None, prompts)
+        _read_opening(None, prompts, DataConfig())
     with pytest.raises(ConfigError, match="--system and --opening"):
-        _read_opening("be brief", prompts)
+        _read_opening("be brief", prompts, DataConfig())
     prompts.write_text("")
     with pytest.raises(DataError):
-        _read_opening(None, prompts)
+        _read_opening(None, prompts, DataConfig())
+    prompts.write_text(json.dumps({"asked": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}))
+    assert _read_opening(None, prompts, DataConfig(prompt_key="asked")) == [{"role": "system", "content": "s"}]

@@ -15,6 +15,7 @@ from rollcast.contracts.command import ConfigDir, hide_library_bars, print_lines
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from rollcast_data.schemas import DataConfig
     from rollcast_serving.replicas import Replicas
 
 __all__ = ["ChatSession", "chat", "chat_app", "find_model"]
@@ -44,15 +45,17 @@ def chat(
     With --opening, all messages of that prompt but its last begin the conversation: a system message and examples. The
     line /clear starts a new conversation. The end of the input, Ctrl-D, ends the command.
     """
-    from rollcast import format_override
+    from rollcast import build_section, format_override
     from rollcast.errors import RollcastError
+    from rollcast_data.schemas import DataConfig
     from rollcast_eval.composition import compose_samples
 
     path = format_override("model.path", find_model(model))
     composed = compose_samples([path, "rollout.temperature=0", *(overrides or ())], config_dir)
     composed.load_plugins()
     hide_library_bars()
-    session = ChatSession(composed.config, _read_opening(system, opening))
+    data = build_section(DataConfig, composed.config.data, "data")
+    session = ChatSession(composed.config, _read_opening(system, opening, data))
     with contextlib.ExitStack() as stack:
         with show_progress("starting the model"):
             stack.enter_context(session)
@@ -104,12 +107,11 @@ def _read_lines() -> Iterator[str]:
             yield text
 
 
-def _read_opening(system: str | None, prompts: Path | None) -> list[dict[str, Any]]:
+def _read_opening(system: str | None, prompts: Path | None, data: DataConfig) -> list[dict[str, Any]]:
     """Return the messages that every conversation begins with."""
     from rollcast.errors import ConfigError, DataError
     from rollcast_data.encoding import raw_prompt
     from rollcast_data.files import read_rows
-    from rollcast_data.schemas import DataConfig
 
     if prompts is None:
         return [] if system is None else [{"role": "system", "content": system}]
@@ -118,7 +120,7 @@ def _read_opening(system: str | None, prompts: Path | None) -> list[dict[str, An
     row = next(iter(read_rows(prompts)), None)
     if row is None:
         raise DataError(f"{prompts} has no row whose prompt --opening could take")
-    prompt = raw_prompt(row, DataConfig())
+    prompt = raw_prompt(row, data)
     if isinstance(prompt, str):
         raise DataError(f"{row.location}: the prompt is a string, and --opening needs one of messages")
     return prompt[:-1]

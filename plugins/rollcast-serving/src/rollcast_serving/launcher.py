@@ -222,7 +222,7 @@ class ReplicaProcess:
             keys = "" if section == "rollout" else f"the keys of its rollout are under {section}; "
             error = decode_error(message["error"], f"{self._name} ({keys}log: {self.log})")
             cause = find_cause(self.log.read_text(errors="replace"), str(error))
-            raise type(error)(f"{error}; its log says: {cause}") if cause and type(error) is RolloutError else error
+            raise RolloutError(f"{error}; its log says: {cause}") if cause and type(error) is RolloutError else error
         node, generation = self._place
         return ReplicaAddress(
             self.index, node, self.spec.host, message["port"], message["openai_port"], self._token, generation

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import has_gpu, join_arguments, starts_without_weights
+from rollcast_serving.model_weights import read_model_config
+from rollcast_serving.requests import ModelLimits
 from rollcast_vllm.schemas import VllmRolloutConfig
 
 __all__ = ["WORKER_EXTENSION", "build_engine_args"]
@@ -140,13 +140,12 @@ def _cpu_kv_cache_bytes(setup: RolloutSetup) -> int:
 
     vLLM does not start with less. A model whose config does not state its sizes gets the least size.
     """
-    try:
-        found = json.loads((Path(setup.model_path) / "config.json").read_text(encoding="utf-8"))
-        sizes = found.get("text_config") or found
-        heads = int(sizes["num_attention_heads"])
-        width = int(sizes.get("head_dim") or sizes["hidden_size"] // heads)
-        a_token = 2 * 4 * int(sizes["num_hidden_layers"]) * int(sizes.get("num_key_value_heads") or heads) * width
-        length = int(setup.config.max_model_len or sizes["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+    config = read_model_config(setup.model_path, setup.trust_remote_code)
+    text = config.get_text_config()
+    layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    length = setup.config.max_model_len or ModelLimits.of(config).max_positions
+    if layers is None or heads is None or length is None:
         return CPU_KV_CACHE_BYTES
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    a_token = 2 * 4 * layers * (getattr(text, "num_key_value_heads", None) or heads) * width
     return max(CPU_KV_CACHE_BYTES, a_token * (length + _CPU_BLOCKS))

@@ -411,7 +411,7 @@ class VllmRollout(BaseRollout):
         if hasattr(self._llm, "release_kv_cache_memory"):
             await self._llm.release_kv_cache_memory()
             return
-        # Before 0.32, vLLM releases all memory or none.
+        # Before 0.31, vLLM releases all memory or none. Not run, as nothing of a release on a GPU.
         await self._llm.sleep(1, mode="keep")
         await self._llm.wake_up([WEIGHTS])
 

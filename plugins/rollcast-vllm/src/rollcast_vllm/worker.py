@@ -215,7 +215,7 @@ def _repack_experts(model: Any) -> None:
     except ImportError:
         if any(type(module).__module__ == layer.__name__ for module in model.modules()):
             raise WeightSyncError(
-                "vLLM before 0.29 computes with a mixture's old weights on a CPU; use a newer one"
+                "a mixture's weights cannot be packed again in a vLLM before 0.29 on a CPU; use a newer one"
             ) from None
         return
     for module in model.modules():
