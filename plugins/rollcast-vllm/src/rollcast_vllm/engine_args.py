@@ -147,5 +147,5 @@ def _cpu_kv_cache_bytes(setup: RolloutSetup) -> int:
     if layers is None or heads is None or length is None:
         return CPU_KV_CACHE_BYTES
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    a_token = 2 * 4 * layers * (getattr(text, "num_key_value_heads", None) or heads) * width
+    a_token: int = 2 * 4 * layers * (getattr(text, "num_key_value_heads", None) or heads) * width
     return max(CPU_KV_CACHE_BYTES, a_token * (length + _CPU_BLOCKS))
