@@ -37,7 +37,8 @@ def attend(
     window: tuple[int, int],
     groups: bool,
 ) -> Tensor:
-    """Attention by one mask, with windows counted as flash-attn does: both ends included, -1 for no limit."""
+    """Attention by one mask, for heads of one width, with windows counted as flash-attn does: both ends included, -1 for no limit."""
+    assert query.size(-1) == key.size(-1) == value.size(-1)
     if not groups:
         assert query.size(1) == key.size(1)
     key, value = (each.repeat_interleave(query.size(1) // each.size(1), 1) for each in (key, value))
@@ -237,7 +238,9 @@ def test_each_signature_gets_the_right_call(
         return
     assert kernel is not None
     torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, sum(LENGTHS), 8, requires_grad=True) for heads in (4, 2, 2)]
+    # The values of latent attention are narrower.
+    shapes = ((4, 8), (2, 8), (2, 6))
+    tensors = [torch.randn(1, heads, sum(LENGTHS), width, requires_grad=True) for heads, width in shapes]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     outputs = [
         packed_attention(

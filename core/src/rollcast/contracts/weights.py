@@ -22,6 +22,8 @@ __all__ = [
     "WeightReport",
     "checkpoint_tensors",
     "find_stacked",
+    "has_prefixed_files",
+    "keep_float32",
     "split_stacked",
 ]
 
@@ -120,12 +122,10 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
 
     Versions of transformers before 5 keep each expert as a module, with the names of the checkpoint.
     """
-    try:
-        mapping = importlib.import_module("transformers.conversion_mapping")
-    except ImportError:
-        return ()
     found = []
-    for rule in mapping.get_model_conversion_mapping(model, add_legacy=False) or ():
+    for rule in _conversions(model):
+        if _is_prefix(rule):
+            continue
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(rule, "operations", None) or ()]
         sources, targets = tuple(rule.source_patterns), tuple(rule.target_patterns)
         is_plain = all("\\" not in pattern for pattern in (*sources, *targets))
@@ -134,6 +134,34 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
             return None
         found.append(StackedWeights(targets[0], sources))
     return tuple(found)
+
+
+def has_prefixed_files(model: Any) -> bool:
+    """Return True if transformers also reads files in which the names have a prefix, as those of a larger model."""
+    return any(_is_prefix(rule) for rule in _conversions(model))
+
+
+def keep_float32(model: Any) -> None:
+    """Convert the buffers to float32 that transformers loads so in every dtype, such as the bias of a router.
+
+    A transformers model that is built from its config has them in its own dtype.
+    """
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and any(f".{each}." in f".{name}." for each in kept):
+            buffer.data = buffer.data.float()
+
+
+def _conversions(model: Any) -> Sequence[Any]:
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+    except ImportError:
+        return ()
+    return mapping.get_model_conversion_mapping(model, add_legacy=False) or ()
+
+
+def _is_prefix(rule: Any) -> bool:
+    return type(rule).__name__ == "PrefixChange"
 
 
 def split_stacked(kinds: Sequence[StackedWeights], name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from rollcast.contracts.weights import find_stacked, split_stacked
+from rollcast.contracts.weights import find_stacked, keep_float32, split_stacked
 from rollcast.errors import CheckpointError
 from rollcast_engine.hf import (
     ValueModel,
@@ -102,7 +102,8 @@ def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype
     with torch.device("meta"):
         module = auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
         module.tie_weights()
-        return module if model_type == "language_model" else ValueModel(module).to(dtype)
+        keep_float32(module)
+        return module if model_type == "language_model" else ValueModel(module)
 
 
 def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:

@@ -56,7 +56,7 @@ class ValueModel(nn.Module):
         self.config = body.config
         self.body_name: str = body.base_model_prefix or "model"
         self.add_module(self.body_name, body)
-        self.score = nn.Linear(self.config.get_text_config().hidden_size, 1)
+        self.score = nn.Linear(self.config.get_text_config().hidden_size, 1, dtype=body.dtype)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 

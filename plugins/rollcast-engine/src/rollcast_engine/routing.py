@@ -7,6 +7,7 @@ experts of a token.
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,61 @@ __all__ = [
     "RouterLoad",
     "RouterTape",
     "RoutingRecord",
+    "RoutingRule",
     "check_replay",
     "routed_tokens",
     "start_record",
 ]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """Rule by which a router chooses a token's experts and weighs them.
+
+    Attributes:
+        experts, top_k: number of experts, and of those that a token visits.
+        normalize: True if the weights of a token's experts add up to ``factor``.
+        sigmoid: True if each expert has a score of its own (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); False for a
+            softmax over all.
+        groups, top_groups: experts are chosen from the ``top_groups`` of ``groups`` equal groups with the largest sums
+            of their two best scores; 1 and 1 to choose from all.
+        factor: factor of the weights.
+    """
+
+    experts: int
+    top_k: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    factor: float = 1.0
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the experts' scores, float32 ``[n, E]``, for a router's logits."""
+        return logits.float().sigmoid() if self.sigmoid else torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return scores as a distribution over the experts."""
+        return scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores
+
+    def choose(self, scores: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the chosen experts, int64 ``[n, k]``; ``bias`` ``[E]`` is added to the scores for the choice alone."""
+        ranking = scores if bias is None else scores + bias
+        if self.top_groups < self.groups:
+            grouped = ranking.view(len(ranking), self.groups, -1)
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+            allowed = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter(1, best, True)
+            ranking = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+        return torch.topk(ranking, self.top_k, dim=-1).indices
+
+    def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weights of chosen experts, float32 ``[n, k]``."""
+        weights = scores.gather(1, chosen)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.sigmoid else 0.0))
+        return weights * self.factor if self.factor != 1.0 else weights
 
 
 @dataclass(frozen=True)
@@ -175,22 +227,22 @@ class RouterTape:
         metrics = tape.load.metrics(groups, "actor/")
 
     Attributes:
-        layers, experts, top_k: sizes of the model.
-        normalize: True if the weights of a token's experts add up to 1.
+        layers: number of layers with experts.
+        rule: rule of the routers.
         coefficient: coefficient of the balance loss.
         group: process group of the ranks that share rows; None if each has whole rows.
         keeps: True if several micro-batches are between forward and backward, which a pipeline runs in order.
         load: load of the last batch.
+        problem: why the tape does not know the routers' rule, and does nothing; empty if it does.
     """
 
     layers: int
-    experts: int
-    top_k: int
-    normalize: bool
+    rule: RoutingRule
     coefficient: float = 0.0
     group: Any = None
     keeps: bool = False
     load: RouterLoad | None = None
+    problem: str = ""
     _current: _Pass | None = None
     _last: _Pass | None = None
     #: Passes of each layer: the chunks of an interleaved pipeline are at different micro-batches.
@@ -206,7 +258,7 @@ class RouterTape:
     @contextmanager
     def batch(self, device: torch.device) -> Iterator[None]:
         """Route the micro-batches of a batch, and count their load from zero."""
-        shape = (self.layers, self.experts)
+        shape = (self.layers, self.rule.experts)
         chosen, probabilities = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
         self.load = RouterLoad(chosen, probabilities, *(chosen.new_zeros(self.layers) for _ in range(2)))
         try:
@@ -230,29 +282,47 @@ class RouterTape:
         finally:
             self._current = None
 
-    def choose(self, layer: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def refuse(self, problem: str) -> None:
+        """Do nothing from now on, because of a problem with the routers.
+
+        Raises:
+            CapabilityError: a balance loss or recorded choices need the tape.
+        """
+        self.problem = problem
+        if self.coefficient or (self._last is not None and self._last.tokens.recorded is not None):
+            raise CapabilityError(
+                f"{problem}, which router_aux_loss_coef and recorded choices ({ROUTED_EXPERTS}) need; set "
+                "router_aux_loss_coef=0 and actor.router_replay.mode=disabled"
+            )
+        log.warning("%s: the load of its experts is not measured", problem)
+
+    def choose(
+        self, layer: int, logits: Tensor, bias: Tensor | None = None, own: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of each token's experts, ``[n, k]``.
 
         Args:
             layer: number of the layer among those with experts.
             logits: logits of the layer's router, ``[n, E]``.
+            bias: ``[E]``, added to the scores for the choice alone.
+            own: weights and choice of the router itself, which stand unless others are recorded; None to compute them.
         """
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        chosen = torch.topk(probabilities, self.top_k, dim=-1).indices
+        scores = self.rule.scores(logits)
         run = self._pass_of(layer)
-        if run is not None and run.tokens.recorded is not None:
-            recorded = run.tokens.recorded[:, layer].long()
-            chosen = recorded.where(recorded >= 0, chosen)
-        weights = probabilities.gather(1, chosen)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        recorded = None if run is None or run.tokens.recorded is None else run.tokens.recorded[:, layer].long()
+        weights, chosen = own or (None, self.rule.choose(scores, bias))
+        if recorded is not None:
+            weights, chosen = None, recorded.where(recorded >= 0, chosen)
+        if weights is None:
+            weights = self.rule.weigh(scores, chosen)
         if run is not None:
+            probabilities = self.rule.probabilities(scores)
             if layer not in run.chosen:
                 self._note(layer, run, probabilities.detach(), chosen)
             if run.scale is not None and self.coefficient:
                 loss = _balance(run, layer, probabilities)
                 weights = _AddLoss.apply(weights, self.coefficient * loss, run.scale)  # type: ignore[no-untyped-call]
-        return weights.to(logits.dtype), chosen
+        return weights.to(logits.dtype if own is None else own[0].dtype), chosen
 
     def _pass_of(self, layer: int) -> _Pass | None:
         if self._last is None:
@@ -270,10 +340,10 @@ class RouterTape:
         """Count a layer's load, once for a micro-batch."""
         tokens, counted = run.tokens, run.tokens.counted.unsqueeze(1)
         choices = torch.zeros_like(probabilities).scatter(1, chosen, 1.0) * counted
-        shares = probabilities.new_zeros((len(tokens.lengths), self.experts)).index_add_(0, tokens.rows, choices)
+        shares = probabilities.new_zeros((len(tokens.lengths), self.rule.experts)).index_add_(0, tokens.rows, choices)
         if self.group is not None:
             dist.all_reduce(shares, group=self.group)
-        scale = self.experts / (self.top_k * tokens.lengths**2) * tokens.shares
+        scale = self.rule.experts / (self.rule.top_k * tokens.lengths**2) * tokens.shares
         run.chosen[layer], run.evenness[layer] = chosen, shares * scale.unsqueeze(1)
         if self.load is not None:
             self.load.chosen[layer] += choices.sum(0)
@@ -282,7 +352,13 @@ class RouterTape:
             self.load.shares[layer] += ((tokens.shares / tokens.lengths)[tokens.rows] * tokens.counted).sum()
 
     def record(self, micro: MicroBatch, record: RoutingRecord) -> None:
-        """Write the choices of the last micro-batch, ``micro``, to a record of its batch."""
+        """Write the choices of the last micro-batch, ``micro``, to a record of its batch.
+
+        Raises:
+            CapabilityError: the routers' rule is unknown.
+        """
+        if self.problem:
+            raise CapabilityError(f"record_routing (actor.router_replay.mode=R2): {self.problem}")
         if self._last is not None:
             record.write(micro.rows, self._last.tokens, self._last.chosen)
 
@@ -305,7 +381,7 @@ class RoutingRecord:
         self._lengths = source.tokens
         starts = torch.nn.functional.pad(source.tokens.cumsum(0), (1, 0))
         self._starts = starts.to(device)
-        shape = (int(starts[-1]), tape.layers, tape.top_k)
+        shape = (int(starts[-1]), tape.layers, tape.rule.top_k)
         # int32, because NCCL has no int16.
         self._chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
 
@@ -361,10 +437,10 @@ def check_replay(data: DataProto, tape: RouterTape | None) -> None:
             f"the batch has the column {ROUTED_EXPERTS}, but the model has no routers whose choices can be replayed"
         )
     found = tuple(data[ROUTED_EXPERTS].shape[2:])
-    if found != (tape.layers, tape.top_k):
+    if found != (tape.layers, tape.rule.top_k):
         raise CapabilityError(
             f"the column {ROUTED_EXPERTS} is for {found} layers and experts of a token, but the model has "
-            f"{(tape.layers, tape.top_k)}"
+            f"{(tape.layers, tape.rule.top_k)}"
         )
 
 

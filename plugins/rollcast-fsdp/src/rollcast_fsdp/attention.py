@@ -92,11 +92,14 @@ def _needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     heads = int(config.num_attention_heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention
+        head_size = config.qk_nope_head_dim + config.qk_rope_head_dim
     return AttentionNeeds(
         dtype=dtype,
         window=window if layers is None else any("sliding" in layer for layer in layers),
         dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0) > 0,
-        head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_size=int(head_size),
     )
 
 
@@ -134,13 +137,13 @@ def packed_attention(
     Args:
         module: the model's attention layer.
         query: ``[1, H, N, D]``; if the rows have a ``group``, only this rank's tokens.
-        key, value: ``[1, K, N, D]``, where ``K`` divides ``H``.
+        key, value: ``[1, K, N, D]``, where ``K`` divides ``H``; values may be narrower.
         attention_mask: ignored; the rows determine which tokens attend to each other.
         packed_rows: row layout that the engine passes to the model.
         options: keyword arguments of other attention implementations.
 
     Returns:
-        The output ``[1, N, H, D]``, and None for the attention weights.
+        The output ``[1, N, H, D]``, as wide as the values, and None for the attention weights.
 
     Raises:
         EngineKeyError: the model does not pass ``packed_rows`` on, or needs an option that is not supported.
@@ -165,8 +168,11 @@ def packed_attention(
     if packed_rows.kernel is not None:
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         longest = max(packed_rows.lengths)
+        # Kernels need values as wide as queries; those of latent attention (DeepSeek) are narrower.
+        width = v.size(-1)
+        v = torch.nn.functional.pad(v, (0, q.size(-1) - width))
         output = packed_rows.kernel(q, k, v, packed_rows.bounds, longest, scaling, sliding_window, dropout)
-        output = output.unsqueeze(0)
+        output = output[..., :width].unsqueeze(0)
     else:
         output = _row_by_row(query, key, value, packed_rows, scaling, dropout, sliding_window)
     return (output if group is None else all_heads(output, group)), None

@@ -31,7 +31,7 @@ from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
 from rollcast_fsdp.exporting import export_checkpoint, export_live
 from rollcast_fsdp.kernels import apply_liger, compile_layers, without_compile
-from rollcast_fsdp.model import build_module, enable_checkpointing
+from rollcast_fsdp.model import build_module, check_state, enable_checkpointing
 from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import BaseModelReference, Reference
 from rollcast_fsdp.residency import Residency
@@ -133,6 +133,7 @@ class FsdpEngine(TorchEngine):
         plan.fill(self.device, host if self.config.offload_policy else self.device)
         self.module, self.adapter = module.eval(), plan.adapter
         with naming_keys(self.setup.section):
+            check_state(self.module, self.config)
             kernel = None
             if self.config.use_remove_padding:
                 dtype = DTYPES[self.config.param_dtype or self.config.model_dtype]

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from rollcast.contracts.weights import StackedWeights, find_stacked
+from rollcast.contracts.weights import StackedWeights, find_stacked, has_prefixed_files, keep_float32
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, transformer
+from rollcast_engine.keys import EngineKeyError
 from rollcast_engine.lora import attach_adapter
 from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import EngineSetup, ModelConfig
     from rollcast_engine.lora import Adapter
+    from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["ModelPlan", "build_module", "enable_checkpointing"]
+__all__ = ["ModelPlan", "build_module", "check_state", "enable_checkpointing"]
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +155,25 @@ def _train_pad_token(module: nn.Module) -> None:
         embeddings.padding_idx = None
 
 
+def check_state(module: nn.Module, config: FsdpConfig) -> None:
+    """Check that the layers of a model can compute rows in the layout that the config requests.
+
+    Layers with a recurrent state, such as those of Mamba or of Qwen3-Next's linear attention, pass it on from one
+    packed row to the next, and from a prompt to a response without its gradient.
+
+    Raises:
+        EngineKeyError: the layers carry a state.
+    """
+    body = transformer(module)
+    if not getattr(body, "_is_stateful", False):
+        return
+    for key in ("use_remove_padding", "share_prompts"):
+        if getattr(config, key):
+            raise EngineKeyError(
+                key, f"is true, but {type(body).__name__} carries a state from token to token; set it to false"
+            )
+
+
 def _refuse_vision(setup: EngineSetup) -> None:
     """Check that the engine can train a vision-language model as asked.
 
@@ -202,7 +223,7 @@ def _plan_reading(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelP
     try:
         names = match_names(module, source, VALUE_HEAD if isinstance(module, ValueModel) else ())
     except ConfigError:
-        if is_converted(module):
+        if is_converted(module) or has_prefixed_files(transformer(module)):
             log.info("transformers has to convert the weights in %s, so a rank loads them whole", folder)
             return None
         raise
@@ -261,7 +282,8 @@ def _from_config(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modu
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"model.path {setup.model.path} does not load with {auto_class}: {error}") from error
     module.tie_weights()
-    return ValueModel(module).to(dtype) if setup.model_type == "value_model" else module
+    keep_float32(module)
+    return ValueModel(module) if setup.model_type == "value_model" else module
 
 
 def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -285,7 +307,7 @@ def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modul
     if setup.model_type == "language_model":
         whole: nn.Module = module
         return whole
-    value_model = ValueModel(module).to(dtype)
+    value_model = ValueModel(module)
     _load_value_head(value_model, folder)
     return value_model
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rollcast_engine.keys import EngineKeyError
-from rollcast_engine.routing import RouterTape, routed_tokens
+from rollcast_engine.routing import RouterTape, RoutingRule, routed_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["attach_tape", "find_routers", "layer_tokens"]
 
 _SIZES = ("top_k", "num_experts", "norm_topk_prob")
+#: Buffer of the routers that choose by sigmoids.
+_BIAS = "e_score_correction_bias"
 
 
 def find_routers(module: nn.Module) -> list[Any]:
     """Return the routers of a model in the order of its layers.
 
-    These are modules as in Qwen3-MoE of transformers 5, which choose by a softmax and return logits, weights and
-    experts.
+    These are modules as in Qwen3-MoE and DeepSeek-V3 of transformers 5, which return logits, weights and experts.
     """
     return [each for each in module.modules() if all(hasattr(each, name) for name in _SIZES)]
 
@@ -51,29 +52,53 @@ def attach_tape(module: nn.Module, config: FsdpConfig, group: Any) -> RouterTape
                 "mixture of experts such as Qwen3-MoE, and transformers 5; set it to 0",
             )
         return None
-    first = routers[0]
-    tape = RouterTape(
-        layers=len(routers),
-        experts=int(first.num_experts),
-        top_k=int(first.top_k),
-        normalize=bool(first.norm_topk_prob),
-        coefficient=config.router_aux_loss_coef,
-        group=group,
-    )
+    tape = RouterTape(len(routers), _rule(routers[0]), config.router_aux_loss_coef, group)
     for layer, router in enumerate(routers):
-        router.register_forward_hook(_hook(tape, layer))
+        router.register_forward_hook(_Attached(tape, layer))
     return tape
 
 
-def _hook(tape: RouterTape, layer: int) -> Any:
+def _rule(router: Any) -> RoutingRule:
+    """Return the rule of a router by its attributes; :class:`_Attached` checks it by the router's own output."""
+    return RoutingRule(
+        experts=int(router.num_experts),
+        top_k=int(router.top_k),
+        normalize=bool(router.norm_topk_prob),
+        sigmoid=hasattr(router, _BIAS),
+        factor=float(getattr(router, "routed_scaling_factor", 1.0)),
+    )
+
+
+class _Attached:
+    """Hook that notes the choices of a layer's router on a tape, and replaces them by recorded ones.
+
+    The router's own output stands otherwise, so that a model computes what it does without the engine.
+    """
+
+    def __init__(self, tape: RouterTape, layer: int) -> None:
+        self._tape = tape
+        self._layer = layer
+        self._is_checked = False
+
     # Not traced by torch.compile: the tape changes with each call.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def choose(_router: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not tape.is_active:
+    def __call__(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not self._tape.is_active:
             return None
-        return (output[0], *tape.choose(layer, output[0]))
+        logits, weights, chosen = output
+        if not self._is_checked:
+            self._check(router, logits.detach(), weights.detach(), chosen)
+        if self._tape.problem:
+            return None
+        return (logits, *self._tape.choose(self._layer, logits, own=(weights, chosen)))
 
-    return choose
+    def _check(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor) -> None:
+        """Compare the router's weights with those of the rule, once; routers of another rule are left alone."""
+        rule, tolerance = self._tape.rule, 1e-4 if weights.dtype == torch.float32 else 2e-2
+        expected = rule.weigh(rule.scores(logits), chosen)
+        self._is_checked = True
+        if not torch.allclose(weights.float(), expected, rtol=tolerance, atol=tolerance):
+            self._tape.refuse(f"{type(router).__name__} weighs experts neither by a softmax nor by sigmoids")
 
 
 def layer_tokens(inputs: ForwardInputs, sequences: float) -> RoutedTokens:

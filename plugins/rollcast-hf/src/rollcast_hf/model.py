@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from rollcast.contracts.device import disable_tf32, local_device
+from rollcast.contracts.weights import keep_float32
 from rollcast.errors import CheckpointError
 from rollcast_serving.model_weights import read_model_config
 from rollcast_vision.model_inputs import auto_class_name
@@ -42,6 +43,7 @@ def build_model(path: str, trust_remote_code: bool = False) -> nn.Module:
         model: nn.Module = _auto_class(config).from_config(
             config, dtype=read_dtype(path), trust_remote_code=trust_remote_code
         )
+    keep_float32(model)
     return _on_device(model)
 
 

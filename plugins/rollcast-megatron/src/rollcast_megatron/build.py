@@ -65,11 +65,11 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> tuple[int, ...]:
 
 def _check_mixture(mixture: Mixture, rows: int, config: MegatronConfig) -> None:
     tensor, ranks = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    if mixture.experts % ranks:
-        fitting = ", ".join(str(n) for n in range(1, mixture.experts + 1) if mixture.experts % n == 0)
+    if mixture.rule.experts % ranks:
+        fitting = ", ".join(str(n) for n in range(1, mixture.rule.experts + 1) if mixture.rule.experts % n == 0)
         raise EngineKeyError(
             "expert_model_parallel_size",
-            f"is {ranks}, which does not divide the model's {mixture.experts} experts; sizes that fit: {fitting}",
+            f"is {ranks}, which does not divide the model's {mixture.rule.experts} experts; sizes that fit: {fitting}",
         )
     if rows % tensor:
         raise EngineKeyError(
@@ -231,7 +231,7 @@ class Plan:
         """Yield the parameters of this rank's experts of a layer, which is in a stage and chunk."""
         ranks = self.mesh.expert_size
         stage, chunk = place
-        count = mixture.experts // ranks
+        count = mixture.rule.experts // ranks
         for own in range(count):
             for weight in mixture.expert:
                 names = tuple(prefix + name.format(expert=own) for name in weight.names)
@@ -329,10 +329,10 @@ def _mixture_fields(mixture: Mixture | None, config: MegatronConfig) -> dict[str
     if mixture is None:
         return {}
     return {
-        "num_moe_experts": mixture.experts,
+        "num_moe_experts": mixture.rule.experts,
         "moe_layer_freq": [int(has_experts) for has_experts in mixture.layers],
-        "moe_router_topk": mixture.top_k,
-        "moe_router_pre_softmax": not mixture.normalize,
+        "moe_router_topk": mixture.rule.top_k,
+        "moe_router_pre_softmax": not mixture.rule.normalize,
         # The engine's own router balances the load, so that the loss does not depend on the micro-batches.
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": config.expert_model_parallel_size,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollcast.errors import ConfigError
+from rollcast_engine.routing import RoutingRule
 from rollcast_megatron.maps import FusedQkv, FusedRows, Mixture, ModelMap, Split, Weight
 
 __all__ = ["decoder_map", "llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -40,9 +41,7 @@ def qwen3_moe(config: Any) -> ModelMap:
         for number in range(config.num_hidden_layers)
     ]
     mixture = Mixture(
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        normalize=bool(config.norm_topk_prob),
+        rule=RoutingRule(config.num_experts, config.num_experts_per_tok, bool(config.norm_topk_prob)),
         layers=layers,
         layer=[
             *(weight for weight in dense.layer if not weight.names[0].startswith("mlp.")),

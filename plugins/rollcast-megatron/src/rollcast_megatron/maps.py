@@ -24,6 +24,8 @@ from rollcast.plugins import Registry, is_callable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollcast_engine.routing import RoutingRule
+
 __all__ = [
     "Family",
     "FusedQkv",
@@ -147,18 +149,14 @@ class Mixture:
     """The layers of a model in which each token visits some of several feed-forward networks, its experts.
 
     Attributes:
-        experts: number of experts of a layer.
-        top_k: number of experts that a token visits.
-        normalize: True if the weights of a token's experts add up to 1; False to keep their probabilities among all.
+        rule: rule by which the routers choose.
         layers: for each layer of the model, True if it has experts.
         layer: parameters of such a layer without its experts, named as in :attr:`ModelMap.layer`.
         expert: parameters of an expert; ``{expert}`` stands for its number, in their names among the experts of a rank,
             and in their sources among all.
     """
 
-    experts: int
-    top_k: int
-    normalize: bool
+    rule: RoutingRule
     layers: Sequence[bool]
     layer: Sequence[Weight]
     expert: Sequence[Weight]

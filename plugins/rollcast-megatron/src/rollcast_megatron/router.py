@@ -57,9 +57,7 @@ def attach_tape(
     numbers = [layer for layer, has_experts in enumerate(mixture.layers) if has_experts]
     tape = RouterTape(
         layers=len(numbers),
-        experts=mixture.experts,
-        top_k=mixture.top_k,
-        normalize=mixture.normalize,
+        rule=mixture.rule,
         coefficient=coefficient,
         group=_shared_group(mesh, is_sequence_parallel),
         keeps=mesh.pipeline_size > 1,
