@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -20,9 +21,25 @@ CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 #: Layers 1 and 3 of four have experts.
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
+#: Layers 1 to 3 of four have experts, of which each token visits two, all of them in the better one of two groups.
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
 #: Odd, so that two ranks do not share it evenly.
 VOCABULARY = 91
 
@@ -39,7 +56,7 @@ def family_config(family: str, tied: bool, **changes: Any) -> PretrainedConfig:
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
     }
-    return CONFIGS[family](**(sizes | (MIXTURE if family == "qwen3_moe" else {}) | changes))
+    return CONFIGS[family](**(sizes | {"qwen3_moe": MIXTURE, "glm4_moe": GLM}.get(family, {}) | changes))
 
 
 def family_folder(path: Path, family: str, tied: bool, **changes: Any) -> Path:
@@ -53,5 +70,8 @@ def family_folder(path: Path, family: str, tied: bool, **changes: Any) -> Path:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif "embed" not in name and "gate.weight" not in name:
                     parameter.mul_(3.0)
+            for name, buffer in module.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
         module.save_pretrained(path)
     return path

@@ -80,6 +80,22 @@ def test_experts_among_dense_layers(
 @pytest.mark.parametrize(
     "keys",
     [
+        pytest.param({**EP2, "use_remove_padding": True}, id="ep2-packed"),
+        pytest.param({**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
+    ],
+)
+def test_experts_for_some_tokens_and_for_all(
+    two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
+) -> None:
+    """GLM-4-MoE: sigmoids with a bias for the choice, groups of experts, shared experts, half-rotated heads."""
+    folder = model_of("glm4_moe", False)
+    assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
         pytest.param({**EP2, **FULL_RECOMPUTE}, id="ep2-recompute"),
         pytest.param({**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
         pytest.param({**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),

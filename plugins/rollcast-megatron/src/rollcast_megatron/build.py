@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,7 @@ class Plan:
             for weight in model.layer if mixture is None else mixture.layer:
                 names = tuple(f"decoder.layers.{own}.{name}" for name in weight.names)
                 sources = tuple(source.format(layer=number) for source in weight.sources)
-                yield Placed(Weight(names, sources, weight.layout), stage, chunk=chunk)
+                yield Placed(replace(weight, names=names, sources=sources), stage, chunk=chunk)
             if mixture is not None:
                 yield from self._experts(mixture, number, (stage, chunk), f"decoder.layers.{own}.")
         yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last, chunk=top)
@@ -275,6 +275,7 @@ def _build_chunk(plan: Plan, transformer: Any, chunk: int) -> DecoderModel:
             share_embeddings_and_output_weights=model.tied and not plan.is_value_model,
             position_embedding_type="rope",
             rotary_base=model.rope["rope_theta"],
+            rotary_percent=model.rope["partial_rotary_factor"],
             vp_stage=virtual,
         )
     _set_frequencies(module, model)

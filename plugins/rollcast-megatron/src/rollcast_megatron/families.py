@@ -1,15 +1,18 @@
-"""The maps of Llama, Qwen2, Qwen3 and Qwen3-MoE: decoders with RMS norms, rotary embeddings and gated MLPs."""
+"""The maps of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE: decoders with RMS norms, rotary embeddings, gated MLPs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from rollcast.errors import ConfigError
 from rollcast_engine.routing import RoutingRule
 from rollcast_megatron.maps import FusedQkv, FusedRows, Mixture, ModelMap, Split, Weight
 
-__all__ = ["decoder_map", "llama", "qwen2", "qwen3", "qwen3_moe"]
+__all__ = ["decoder_map", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _ROWS, _COLUMNS = Split(dim=0), Split(dim=1)
 
@@ -40,18 +43,57 @@ def qwen3_moe(config: Any) -> ModelMap:
         number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
         for number in range(config.num_hidden_layers)
     ]
-    mixture = Mixture(
-        rule=RoutingRule(config.num_experts, config.num_experts_per_tok, bool(config.norm_topk_prob)),
-        layers=layers,
-        layer=[
-            *(weight for weight in dense.layer if not weight.names[0].startswith("mlp.")),
-            Weight(("mlp.router.weight",), ("model.layers.{layer}.mlp.gate.weight",)),
-        ],
-        expert=_expert("model.layers.{layer}.mlp.experts.{expert}."),
+    rule = RoutingRule(config.num_experts, config.num_experts_per_tok, bool(config.norm_topk_prob))
+    return _with_experts(dense, config, rule, layers)
+
+
+def glm4_moe(config: Any) -> ModelMap:
+    """Return the map of ``Glm4MoeForCausalLM``, such as GLM-4.5: routers with sigmoids, and experts for every token."""
+    dense = decoder_map(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm))
+    layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
+    return _with_experts(dense, config, sigmoid_rule(config), layers, shared=config.n_shared_experts)
+
+
+def sigmoid_rule(config: Any) -> RoutingRule:
+    """Return the rule of DeepSeek-V3's routers by the fields of a transformers config."""
+    return RoutingRule(
+        experts=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+        normalize=bool(config.norm_topk_prob),
+        sigmoid=True,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        factor=float(config.routed_scaling_factor),
     )
+
+
+def _with_experts(dense: ModelMap, config: Any, rule: RoutingRule, layers: Sequence[bool], shared: int = 0) -> ModelMap:
+    """Return the map of a dense model with experts in some layers.
+
+    Args:
+        dense: map of the model without experts.
+        config: transformers config of the model.
+        rule: rule of the routers.
+        layers: for each layer, True if it has experts.
+        shared: number of experts that every token visits, which are one network of that many times the width.
+    """
     if not any(layers):
         return dense
-    fields = {**dense.transformer, "moe_ffn_hidden_size": config.moe_intermediate_size}
+    mlp = "model.layers.{layer}.mlp."
+    weights = [weight for weight in dense.layer if not weight.names[0].startswith("mlp.")]
+    weights.append(Weight(("mlp.router.weight",), (f"{mlp}gate.weight",)))
+    fields: dict[str, Any] = {**dense.transformer, "moe_ffn_hidden_size": config.moe_intermediate_size}
+    if rule.sigmoid:
+        fields["moe_router_score_function"] = "sigmoid"
+        bias = f"{mlp}gate.e_score_correction_bias"
+        weights.append(Weight(("mlp.router.expert_bias",), (bias,), dtype=torch.float32))
+    if shared:
+        fields["moe_shared_expert_intermediate_size"] = shared * config.moe_intermediate_size
+        gate_and_up = f"{mlp}shared_experts.gate_proj.weight", f"{mlp}shared_experts.up_proj.weight"
+        down = f"{mlp}shared_experts.down_proj.weight"
+        weights.append(Weight(("mlp.shared_experts.linear_fc1.weight",), gate_and_up, FusedRows()))
+        weights.append(Weight(("mlp.shared_experts.linear_fc2.weight",), (down,), _COLUMNS))
+    mixture = Mixture(rule, layers, weights, _expert(f"{mlp}experts.{{expert}}."))
     return replace(dense, transformer=fields, mixture=mixture)
 
 
@@ -155,4 +197,5 @@ def _rope(config: Any) -> dict[str, Any]:
     rope = dict(given)
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
     return rope

@@ -137,11 +137,13 @@ class Weight:
             Transformer Engine.
         sources: parameters of transformers that it is built from.
         layout: rule that builds it.
+        dtype: its dtype; None for the model's.
     """
 
     names: tuple[str, ...]
     sources: tuple[str, ...]
     layout: Layout = field(default_factory=Split)
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ class ModelMap:
         transformer: fields of megatron-core's ``TransformerConfig``.
         vocab_size, max_positions: sizes of the model.
         tied: True if the head shares the embedding's weight.
-        rope: rotary embedding of the transformers config: ``rope_theta``, ``rope_type`` and further keys.
+        rope: rotary embedding of the transformers config: ``rope_theta``, ``rope_type``,
+            ``partial_rotary_factor`` and further keys.
         layer: parameters of a layer; their names follow ``decoder.layers.<n>.``, and ``{layer}`` in their sources
             stands for the layer's number.
         mixture: layers with experts; None if there are none.

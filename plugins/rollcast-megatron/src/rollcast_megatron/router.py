@@ -11,6 +11,7 @@ from torch import nn
 from rollcast_engine.routing import RouterTape, routed_tokens
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
     from rollcast_engine.batching import MicroBatch
@@ -28,16 +29,27 @@ class TapeRouter(TopKRouter):  # type: ignore[misc]
     Attributes:
         tape: tape of the engine; set by :func:`attach_tape`.
         layer: number of this layer among those with experts.
+        expert_bias: bias of the experts' scores for the choice alone, float32 ``[experts]``, which is not trained; None
+            for routers with a softmax.
     """
 
     tape: RouterTape
     layer: int
 
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config, pg_collection)
+        del self.expert_bias
+        bias = torch.zeros(self.num_experts) if config.moe_router_score_function == "sigmoid" else None
+        self.expert_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: A002
         """Return weights and choice of each expert, ``[s * b, experts]``, for hidden states ``[s, b, h]``."""
         # Not megatron-core's product, which fails without Transformer Engine.
-        logits = nn.functional.linear(input, self.weight).view(-1, self.num_experts)
-        weights, chosen = self.tape.choose(self.layer, logits)
+        if self.expert_bias is None:
+            logits = nn.functional.linear(input, self.weight).view(-1, self.num_experts)
+        else:
+            logits = nn.functional.linear(input.float(), self.weight.float()).view(-1, self.num_experts)
+        weights, chosen = self.tape.choose(self.layer, logits, self.expert_bias)
         spread = torch.zeros_like(logits).scatter(1, chosen, weights)
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 

@@ -123,7 +123,8 @@ def gather(
         if own and plan.mesh.expert_size > 1 and batch[0].peers:
             wholes = _exchange(plan, batch, list(wholes))
         if plan.mesh.pipeline_size > 1:
-            wholes = _spread(plan, batch[0].stage, wholes, like, [shapes[name] for name in names])
+            example = like if batch[0].weight.dtype is None else like.to(batch[0].weight.dtype)
+            wholes = _spread(plan, batch[0].stage, wholes, example, [shapes[name] for name in names])
         yield from zip(names, wholes, strict=True)
 
 
@@ -135,7 +136,7 @@ def _batches(weights: Iterable[Placed], shapes: Shapes, dtype: torch.dtype, limi
         if placed.is_copy:
             continue
         size = sum(shapes[name].numel() for name in placed.all_sources) * dtype.itemsize
-        other = batch and (placed.stage != batch[0].stage or bool(placed.peers) != bool(batch[0].peers))
+        other = batch and _kind(placed) != _kind(batch[0])
         if batch and (held + size > limit or other):
             yield batch
             batch, held = [], 0
@@ -143,6 +144,11 @@ def _batches(weights: Iterable[Placed], shapes: Shapes, dtype: torch.dtype, limi
         held += size
     if batch:
         yield batch
+
+
+def _kind(placed: Placed) -> tuple[int, bool, torch.dtype | None]:
+    """Return what the parameters of one collective have in common."""
+    return placed.stage, bool(placed.peers), placed.weight.dtype
 
 
 def _join(
@@ -279,7 +285,7 @@ def _has_head(folder: WeightFolder, name: str, shapes: Shapes) -> bool:
 
 
 def _random(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
-    if name.startswith("score.") or name.endswith(".bias"):
+    if name.startswith("score.") or name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
