@@ -35,6 +35,7 @@ class TapeRouter(TopKRouter):  # type: ignore[misc]
 
     tape: RouterTape
     layer: int
+    expert_bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config, pg_collection)

@@ -362,7 +362,7 @@ def plain_training(module: Any, batches: Sequence[DataProto], optim: OptimConfig
 
 
 def plain_weights(module: Any) -> dict[str, Tensor]:
-    """Return copies of a transformers model's parameters and saved buffers by checkpoint name; tied ones appear once."""
+    """Return copies of a transformers model's parameters and buffers by checkpoint name; tied ones appear once."""
     first = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     state = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in first}
     return checkpoint_tensors(module, state)
