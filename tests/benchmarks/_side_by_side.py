@@ -1,9 +1,9 @@
-"""rollcast's quick start and somebody else's loop, step by step in turns on one machine.
+"""A recipe of rollcast and somebody else's loop, step by step in turns on one machine.
 
 Each side has its own process, and one waits while the other works: whatever slows the machine down
-for a while slows both. Both start from the same weights and stay there: those of the quick start after
-its warm-up and 50 of its steps, when a fifth of the groups have no advantage, which is the
-mean of the whole run.
+for a while slows both. Both start from the same weights and stay there. Those of the quick start are from
+after its warm-up and 50 of its steps, when a fifth of the groups have no advantage, which is the mean of the
+whole run; another recipe's are those it starts from.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from rollcast_trainer.run.task_runner import TaskRunner
 
 __all__ = ["Options", "Pairs", "StepReport", "Work", "parse_options", "run_side_by_side"]
 
+#: The recipes that can be compared: a tiny model, and the small pretrained one.
+QUICKSTART, PRETRAINED = "quickstart", "smollm_words"
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 120.0
 _TOLERANCE = 0.1
@@ -43,7 +45,7 @@ class Work:
     """What one step has to do, and where it starts from; the same for both sides.
 
     Attributes:
-        model: Hugging Face folder with the warm-started weights.
+        model: Hugging Face folder with the weights of the start.
         train_file: JSONL with ``prompt`` and ``ground_truth``.
         threads: of the process that computes.
         prompts, samples: prompts a step, and responses to each.
@@ -232,6 +234,7 @@ class Options:
     threads: int
     runtime: str
     strict: bool
+    recipe: str
     override: list[str]
 
 
@@ -245,12 +248,13 @@ def parse_options(description: str, name: str, arguments: Sequence[str] | None =
     parser.add_argument("--threads", type=int, default=2, help="of each side's computing process")
     parser.add_argument("--runtime", choices=("ray", "local"), default="ray")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument("--recipe", choices=(QUICKSTART, PRETRAINED), default=QUICKSTART)
     parser.add_argument("override", nargs="*", help="further config overrides of rollcast's side")
     return Options(**vars(parser.parse_args(arguments)))
 
 
 def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
-    """Train the quick start with one worker, and give ``serve`` a step after each of ours.
+    """Train the recipe with one worker, and give ``serve`` a step after each of ours.
 
     Returns:
         The work of a step, and the measured steps.
@@ -260,15 +264,16 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
     """
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="rollcast_bench_") as folder:
-        model = _prepare_model(Path(folder), options.seed)
+        start: list[str] = []
+        if options.recipe == QUICKSTART:
+            start = [f"model.path={_prepare_model(Path(folder), options.seed)}", "trainer.warm_start=null"]
         config = compose(
             [
-                "recipe=quickstart",
+                f"recipe={options.recipe}",
+                *start,
                 f"runtime={options.runtime}",
                 f"runtime.threads_per_worker={options.threads}",
                 f"run_dir={folder}/run",
-                f"model.path={model}",
-                "trainer.warm_start=null",
                 "trackers=[jsonl,report]",
                 f"trainer.seed={options.seed}",
                 f"trainer.total_steps={options.warmup + options.steps}",
