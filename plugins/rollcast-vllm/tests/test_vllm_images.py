@@ -112,12 +112,15 @@ def test_the_prefix_cache_tells_images_apart(
 
 def test_vllm_plans_for_the_largest_image(vision: VllmRollout) -> None:
     """The processor makes images of at most 4096 pixels, which are 64 tokens."""
-    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal import MULTIMODAL_REGISTRY, encoder_budget
     from vllm.multimodal.encoder_budget import MultiModalBudget
 
     budget = MultiModalBudget(vision._llm.vllm_config, MULTIMODAL_REGISTRY)
     assert budget.mm_max_toks_per_item == {"image": 64}
-    _, blank = budget.get_dummy_encoder_profile_inputs()[0]
+    if hasattr(budget, "get_dummy_encoder_profile_inputs"):
+        _, blank = budget.get_dummy_encoder_profile_inputs()[0]
+    else:  # vLLM before 0.31
+        _, blank = encoder_budget.get_dummy_encoder_profile_inputs(MULTIMODAL_REGISTRY, budget)[0]
     assert blank["pixel_values"].data.shape == (64 * 4, 3 * 2 * 4 * 4)
     assert blank["image_grid_thw"].data.tolist() == [1, 16, 16]
 

@@ -44,7 +44,7 @@ def check_greedy(rollout: VllmRollout, model: Any, prompts: list[list[int]] | No
 
 
 def unfinished(rollout: VllmRollout) -> int:
-    count: int = rollout._llm.get_num_unfinished_requests()
+    count: int = rollout._llm.output_processor.get_num_unfinished_requests()
     return count
 
 
