@@ -48,6 +48,10 @@ class _Info(BaseProcessingInfo):  # type: ignore[misc,unused-ignore]
 class _Dummies(BaseDummyInputsBuilder):  # type: ignore[misc,unused-ignore]
     """Unused: :class:`_Processor` makes its blank images itself."""
 
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any = None) -> Any:
+        """Return what ``_Processor.apply`` then gets; vLLM before 0.31 asks in this way for blank images."""
+        return mm_counts
+
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         raise NotImplementedError("rollcast passes processed prompts only")
 
@@ -71,6 +75,10 @@ class _Processor(BaseMultiModalProcessor):  # type: ignore[misc,unused-ignore]
         tokens = self.info.get_mm_max_tokens_per_item(model.max_model_len, mm_counts)
         pixel_values, grids = self.info.inputs.blank_of(tokens["image"])
         return {"mm_kwargs": build_items(pixel_values, grids, model.dtype)}
+
+    def apply(self, inputs: Mapping[str, int], timing_ctx: Any = None) -> Any:
+        """Return blank images for vLLM before 0.31; real ones arrive processed."""
+        return {**self.get_dummy_mm_inputs(inputs), "prompt_token_ids": []}
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
         raise NotImplementedError("rollcast passes processed prompts only")
