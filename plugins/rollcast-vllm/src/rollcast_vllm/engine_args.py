@@ -30,7 +30,7 @@ OWN_KEYS = {
 DEFAULTS = {"use_tqdm_on_load": False}
 #: Arguments for a model that takes images.
 IMAGE_ARGUMENTS = {
-    # Pixels arrive normalized, as the trainer's model gets them; vLLM before 0.28 never normalizes on the device.
+    # Pixels arrive normalized, as the trainer's model gets them.
     "mm_device_do_normalize": False,
     # This cache has a half in two processes, which fall out of step when requests overtake one another. The outputs of
     # the vision tower are kept elsewhere, by the content of the image.
@@ -52,8 +52,7 @@ def build_engine_args(setup: RolloutSetup, takes_images: bool = False) -> Any:
     from vllm import AsyncEngineArgs
 
     known = [each.name for each in dataclasses.fields(AsyncEngineArgs)]
-    images = {name: value for name, value in IMAGE_ARGUMENTS.items() if takes_images and name in known}
-    own = {**_own_arguments(setup), **images}
+    own = {**_own_arguments(setup), **(IMAGE_ARGUMENTS if takes_images else {})}
     values = join_arguments(own, setup.config, known, "vLLM's AsyncEngineArgs", OWN_KEYS)
     try:
         return AsyncEngineArgs(**{**DEFAULTS, **values})

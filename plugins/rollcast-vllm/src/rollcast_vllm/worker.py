@@ -106,14 +106,6 @@ class WeightsExtension:
         return self._rollcast_load
 
 
-def _reset_adapters(runner: Any) -> None:
-    """Make vLLM load adapters anew, which it keeps merged with the shapes of the old weights."""
-    if hasattr(runner, "reset_lora_state"):  # vLLM 0.28 and later
-        runner.reset_lora_state()
-    elif hasattr(runner, "lora_manager"):
-        runner.lora_manager.remove_all_adapters()
-
-
 class _Load:
     """One update of a worker's model. vLLM collects a layer's tensors until they are complete, then converts them."""
 
@@ -137,7 +129,7 @@ class _Load:
         self._finalize()
         _repack_experts(self._model)
         runner = self._worker.model_runner
-        _reset_adapters(runner)
+        runner.reset_lora_state()
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
 
