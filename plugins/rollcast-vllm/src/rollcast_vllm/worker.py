@@ -208,16 +208,8 @@ def _repack_experts(model: Any) -> None:
 
     On a CPU vLLM 0.32 packs a mixture's weights when it loads them first, and not when it loads them again.
     """
-    from vllm.model_executor.layers.fused_moe import layer
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        if any(type(module).__module__ == layer.__name__ for module in model.modules()):
-            raise WeightSyncError(
-                "a mixture's weights cannot be packed again in a vLLM before 0.29 on a CPU; use a newer one"
-            ) from None
-        return
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
