@@ -99,8 +99,7 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
         tokenizer = read_gguf_tokenizer(file, key)
         # transformers refuses to save a model that it has read from such a file, so another one takes its weights.
         config = read.config
-        if hasattr(config, "quantization_config"):  # not in the oldest releases of transformers 5
-            del config.quantization_config
+        del config.quantization_config
         with torch.device("meta"):
             model = auto.from_config(config, dtype=torch.float32)
         model.load_state_dict(read.state_dict(), assign=True)
