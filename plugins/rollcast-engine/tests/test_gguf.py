@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +118,17 @@ def place(path: Path, **keys: Any) -> Path:
     return Path(NodeCopies().place(ModelConfig(str(path), **keys), "model").path)
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Make the conversion find these packages only."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise conversion.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(conversion.importlib.metadata, "version", version)
+
+
 def test_the_folder_has_weights_tokenizer_template_and_stop_token(model: Any, tmp_path: Path) -> None:
     folder = place(write(tmp_path / "tiny.gguf", model))
     read = AutoModelForCausalLM.from_pretrained(folder)
@@ -145,7 +155,7 @@ def test_a_file_is_converted_once_whatever_its_path(
     folder = place(file)
     (tmp_path / "folder").mkdir()
     file.rename(tmp_path / "folder" / "tiny.gguf")
-    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda _: None)  # converting again would say so
+    pretend(monkeypatch)  # converting again would say so
     assert place(tmp_path / "folder") == folder
     changed = place(tmp_path / "folder", override_config={"max_position_embeddings": 64})
     assert AutoModelForCausalLM.from_pretrained(changed).config.max_position_embeddings == 64
@@ -182,7 +192,7 @@ def test_the_doctor_knows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for path in (tmp_path, tmp_path / "a.gguf"):
         (finding,) = ModelCheck().run(HealthSetup(config={"model": {"path": str(path)}}))
         assert (finding.state, finding.name) == ("ok", "gguf")
-    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda _: None)
+    pretend(monkeypatch)
     (finding,) = ModelCheck().run(HealthSetup(config={"model": {"path": str(tmp_path)}}))
     assert (finding.state, finding.mend) == ("problem", "pip install 'rollcast-engine[gguf]'")
     (tmp_path / "b.gguf").touch()
@@ -198,9 +208,7 @@ def test_problems_are_named(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"model\.path: .*a\.Q8_0\.gguf cannot be read"):
         place(tmp_path / "a.Q8_0.gguf")
     assert not list(cache.rglob("*a.Q8_0*"))
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        conversion.importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name)
-    )
-    with pytest.raises(ConfigError, match=r"needs the package accelerate, .* pip install 'rollcast-engine\[gguf\]'"):
+    pretend(monkeypatch, gguf="0.19", transformers="5.18.0")
+    wrong = r"needs accelerate and transformers>=5\.19, .* pip install 'rollcast-engine\[gguf\]'"
+    with pytest.raises(ConfigError, match=wrong):
         place(tmp_path / "a.Q8_0.gguf")

@@ -7,12 +7,14 @@ imported by the conversion, not by this module.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import logging
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from rollcast.contracts.tokenizer import read_gguf_tokenizer
 from rollcast.errors import ConfigError
@@ -22,8 +24,9 @@ __all__ = ["GGUF_INSTALLATION", "convert_gguf", "digest_gguf", "find_gguf", "mis
 logger = logging.getLogger(__name__)
 #: Weights that engines load as they are; a folder that has some is not converted.
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-#: Packages that transformers needs to read the format.
-_PACKAGES = ("gguf", "accelerate")
+#: What reads the format. Before 5.19, transformers gives some models tokenizers that begin every text with a token
+#: which the models do not expect.
+_PACKAGES = ("gguf", "accelerate", "transformers>=5.19")
 #: Command that installs them.
 GGUF_INSTALLATION = "pip install 'rollcast-engine[gguf]'"
 
@@ -49,8 +52,15 @@ def find_gguf(names: Iterable[str], path: str, key: str) -> str | None:
 
 
 def missing_packages() -> list[str]:
-    """Return the names of the packages that a conversion needs and that are not installed."""
-    return [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    """Return the requirements of a conversion that the installed packages do not meet."""
+    return [line for line in _PACKAGES if not _is_met(Requirement(line))]
+
+
+def _is_met(requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True)
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def digest_gguf(file: Path) -> str:
@@ -75,8 +85,8 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
     missing = missing_packages()
     if missing:
         raise ConfigError(
-            f"{key}={file} is a GGUF file, and converting it needs the package {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed; {GGUF_INSTALLATION}"
+            f"{key}={file} is a GGUF file, and converting it needs {' and '.join(missing)}, not installed here; "
+            f"{GGUF_INSTALLATION}"
         )
     import torch
     import transformers
