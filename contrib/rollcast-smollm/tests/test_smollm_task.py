@@ -19,6 +19,14 @@ class TestRecipe(RecipeSuite):
     name = "smollm_words"
 
 
+class TestFineTuning(RecipeSuite):
+    name = "smollm_gsm8k_sft"
+
+
+class TestGrpo(RecipeSuite):
+    name = "smollm_gsm8k_grpo"
+
+
 def test_no_word_is_there_twice() -> None:
     rows = split_words(0)
     words = [row["prompt"][-1]["content"] for split in rows.values() for row in split]
