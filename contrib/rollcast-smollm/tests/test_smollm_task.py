@@ -21,10 +21,12 @@ class TestRecipe(RecipeSuite):
 
 class TestFineTuning(RecipeSuite):
     name = "smollm_gsm8k_sft"
+    overrides = ("model.path=model", "data.train_files=[train.parquet]")
 
 
 class TestGrpo(RecipeSuite):
     name = "smollm_gsm8k_grpo"
+    overrides = ("data.train_files=[train.parquet]",)
 
 
 def test_no_word_is_there_twice() -> None:
