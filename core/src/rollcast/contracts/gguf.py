@@ -24,8 +24,8 @@ __all__ = ["GGUF_INSTALLATION", "convert_gguf", "digest_gguf", "find_gguf", "mis
 logger = logging.getLogger(__name__)
 #: Weights that engines load as they are; a folder that has some is not converted.
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-#: What reads the format. Before 5.19, transformers gives some models tokenizers that begin every text with a token
-#: which the models do not expect.
+#: Packages that read the format. Before 5.19, transformers gives some models tokenizers that begin every text with a
+#: token that the model does not expect.
 _PACKAGES = ("gguf", "accelerate", "transformers>=5.19")
 #: Command that installs them.
 GGUF_INSTALLATION = "pip install 'rollcast-engine[gguf]'"
