@@ -28,7 +28,7 @@ LORA = ["model.lora_rank=8", "model.lora_alpha=16", "actor.optim.lr=1e-3"]
 
 
 def rollcast(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "rollcast", *arguments], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-m", "rollcast", *arguments], capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -63,8 +63,9 @@ def test_the_trained_model_is_the_engines(model: Path, tmp_path: Path, changes: 
     rollcast(
         *("train", "recipe=smollm_words", f"run_dir={run}", "runtime=local", "runtime.threads_per_worker=1"),
         *REPLICAS,
-        *("rollout.mode=colocated", "rollout.weight_sync=shared_memory", "data.val_max_samples=32"),
+        *("rollout.mode=colocated", "rollout.weight_sync=shared_memory", "data.val_max_samples=16"),
         *("trainer.total_steps=3", "trainer.test_freq=3", "trainer.val_before_train=false"),
+        *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4"),
         *changes,
     )
     steps = [row for row in lines(run / "metrics.jsonl") if "reward/mean" in row]
