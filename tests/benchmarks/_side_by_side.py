@@ -51,6 +51,7 @@ class Work:
         prompts, samples: prompts a step, and responses to each.
         max_new_tokens: the longest response.
         mini_batches: optimizer steps a step.
+        peer_rows: responses that the other side sends through its model at once.
         lr: constant, and next to nothing.
     """
 
@@ -63,6 +64,7 @@ class Work:
     temperature: float
     max_new_tokens: int
     mini_batches: int
+    peer_rows: int
     lr: float
     betas: tuple[float, float]
     weight_decay: float
@@ -72,8 +74,9 @@ class Work:
     clip_ratio_c: float
 
     @classmethod
-    def of(cls, task: TaskRunner, threads: int) -> Work:
+    def of(cls, task: TaskRunner, threads: int, peer_rows: int | None) -> Work:
         """The work of a run that has been set up."""
+        mini_batches = task.data.train_batch_size // task.actor.ppo_mini_batch_size
         actor, optim = task.actor, task.actor.optim
         return cls(
             model=task.model.path,
@@ -84,7 +87,8 @@ class Work:
             samples=task.rollout.n,
             temperature=task.rollout.temperature,
             max_new_tokens=task.data.max_response_length,
-            mini_batches=task.data.train_batch_size // actor.ppo_mini_batch_size,
+            mini_batches=mini_batches,
+            peer_rows=peer_rows or task.data.train_batch_size * task.rollout.n // mini_batches,
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
@@ -235,6 +239,7 @@ class Options:
     runtime: str
     strict: bool
     recipe: str
+    peer_rows: int | None
     override: list[str]
 
 
@@ -249,6 +254,9 @@ def parse_options(description: str, name: str, arguments: Sequence[str] | None =
     parser.add_argument("--runtime", choices=("ray", "local"), default="ray")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     parser.add_argument("--recipe", choices=(QUICKSTART, PRETRAINED), default=QUICKSTART)
+    parser.add_argument(
+        "--peer-rows", type=int, help="responses in a pass of the other side, where memory is short; else a mini-batch"
+    )
     parser.add_argument("override", nargs="*", help="further config overrides of rollcast's side")
     return Options(**vars(parser.parse_args(arguments)))
 
@@ -288,7 +296,7 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
         task = TaskRunner(config, PpoTrainer.schema)
         trainer = PpoTrainer(task)
         with task:
-            work = Work.of(task, options.threads)
+            work = Work.of(task, options.threads, options.peer_rows)
             with _started(serve, work) as peer:
                 pairs = Pairs(peer, work.rows, load)
                 task.hooks.register(pairs)

@@ -111,9 +111,9 @@ def _arguments(work: Work, folder: str) -> Any:
         bf16=False,
         gradient_checkpointing=False,
         # A step of theirs is a mini-batch of ours.
-        per_device_train_batch_size=work.rows // work.mini_batches,
-        gradient_accumulation_steps=1,
-        steps_per_generation=work.mini_batches,
+        per_device_train_batch_size=work.peer_rows,
+        gradient_accumulation_steps=work.rows // work.mini_batches // work.peer_rows,
+        steps_per_generation=work.rows // work.peer_rows,
         num_iterations=1,
         num_generations=work.samples,
         max_completion_length=work.max_new_tokens,
