@@ -20,6 +20,7 @@ ROLLOUT = os.environ.get("ROLLCAST_ROLLOUT", "")
 PYTHON = os.environ.get("ROLLCAST_REPLICA_PYTHON", "")
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not (ROLLOUT and PYTHON), reason="no environment with an engine was named"),
 ]
 REPLICAS = [f"rollout={ROLLOUT}", f"rollout.replica.python={PYTHON}"]
@@ -38,9 +39,10 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def answers(folder: Path, prompts: Path, model: Path, name: str, *overrides: str) -> list[object]:
     """What ``rollcast generate`` writes, with one thread for each process."""
-    output = folder / f"{name}.jsonl"
+    output, some = folder / f"{name}.jsonl", folder / "prompts.jsonl"
+    some.write_text("".join(prompts.read_text().splitlines(keepends=True)[:PROMPTS]))
     rollcast(
-        *("generate", str(prompts), str(output), f"model.path={model}", f"data.val_max_samples={PROMPTS}"),
+        *("generate", str(some), str(output), f"model.path={model}"),
         *("data.max_prompt_length=128", "data.max_response_length=24", "runtime=local", *overrides),
     )
     return [row["response"] for row in lines(output)]
