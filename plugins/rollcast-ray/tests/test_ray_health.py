@@ -37,6 +37,7 @@ def test_another_runtime_needs_no_ray() -> None:
 
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     found = named({"runtime": {"address": address}})
