@@ -243,9 +243,12 @@ class Options:
     override: list[str]
 
 
-def parse_options(description: str, name: str, arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line of benchmark ``name``."""
+def parse_options(
+    description: str, name: str, arguments: Sequence[str] | None = None, recipes: Sequence[str] = (QUICKSTART,)
+) -> Options:
+    """Read the command line of benchmark ``name``, whose other side can run these recipes."""
     parser = argparse.ArgumentParser(description=description)
+    parser.set_defaults(recipe=QUICKSTART, peer_rows=None)
     parser.add_argument("--output", type=Path, default=Path("runs/bench") / f"{name}.json")
     parser.add_argument("--steps", type=int, default=25, help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that do not count")
@@ -253,10 +256,11 @@ def parse_options(description: str, name: str, arguments: Sequence[str] | None =
     parser.add_argument("--threads", type=int, default=2, help="of each side's computing process")
     parser.add_argument("--runtime", choices=("ray", "local"), default="ray")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
-    parser.add_argument("--recipe", choices=(QUICKSTART, PRETRAINED), default=QUICKSTART)
-    parser.add_argument(
-        "--peer-rows", type=int, help="responses in a pass of the other side, where memory is short; else a mini-batch"
-    )
+    if len(recipes) > 1:
+        parser.add_argument("--recipe", choices=recipes)
+        parser.add_argument(
+            "--peer-rows", type=int, help="responses in a pass of the other side, if memory is short; else a mini-batch"
+        )
     parser.add_argument("override", nargs="*", help="further config overrides of rollcast's side")
     return Options(**vars(parser.parse_args(arguments)))
 

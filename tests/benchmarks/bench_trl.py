@@ -143,7 +143,8 @@ def _arguments(work: Work, folder: str) -> Any:
 
 def main() -> int:
     """Run the benchmark; 1 if a goal was missed and ``--strict`` asked for it."""
-    options = parse_options("Samples a second of a recipe of rollcast against TRL's GRPOTrainer.", NAME)
+    description = "Samples a second of a recipe of rollcast against TRL's GRPOTrainer."
+    options = parse_options(description, NAME, recipes=list(GOALS))
     work, pairs = run_side_by_side(serve, options)
     pairs.check_same_work("tokens")
     ours, other = (

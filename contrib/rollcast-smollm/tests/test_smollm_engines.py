@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-
-from rollcast.config import compose
-from rollcast.contracts.trainer import trainers
 
 pytestmark = pytest.mark.long
 
@@ -28,42 +24,14 @@ STEPS = {
     "Megatron, TP 3": ["engine=megatron", "placement.n_gpus_per_node=3", "actor.engine.tensor_model_parallel_size=3"],
     "Megatron, PP 2": ["engine=megatron", *TWO, "actor.engine.pipeline_model_parallel_size=2"],
 }
-#: The same for an adapter.
-ADAPTER_STEPS = {
-    "packed": [*FSDP, "actor.engine.use_remove_padding=true"],
-    "two ranks": [*FSDP, *TWO],
-    "Megatron": ["engine=megatron"],
-    "Megatron, PP 2": ["engine=megatron", *TWO, "actor.engine.pipeline_model_parallel_size=2"],
-}
-
+#: Those that an adapter takes too.
+ADAPTER_STEPS = ("packed", "two ranks", "Megatron", "Megatron, PP 2")
 
 Step = Callable[..., dict[str, float]]
 
 
-def one_step(folder: Path, *changes: str) -> dict[str, float]:
-    """Train a step in this folder; return its metrics."""
-    config = compose(
-        [
-            "recipe=smollm_words",
-            f"run_dir={folder}",
-            "runtime.threads_per_worker=1",
-            "trackers=[jsonl]",
-            "data.train_batch_size=4",
-            "actor.ppo_mini_batch_size=4",
-            "trainer.total_steps=1",
-            "trainer.save_freq=-1",
-            "trainer.export=false",
-            "trainer.val_before_train=false",
-            "trainer.test_freq=-1",
-            *changes,
-        ]
-    ).config
-    trainers.get(config.trainer.name).launch(config)
-    return dict(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
-
-
 @pytest.fixture(scope="module")
-def step(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Step:
+def step(one_step: Step, tmp_path_factory: pytest.TempPathFactory) -> Step:
     """Metrics of one step, by the overrides that it is made with."""
 
     @cache
@@ -111,10 +79,10 @@ def test_a_step_is_that_of_one_rank(step: Step, name: str) -> None:
 def test_a_step_of_an_adapter_is_that_of_one_rank(step: Step, adapter: str, name: str) -> None:
     expected = step(adapter)
     assert expected["actor/grad_norm"] != step()["actor/grad_norm"]
-    check_equal(step(*ADAPTER_STEPS[name], adapter), expected)
+    check_equal(step(*STEPS[name], adapter), expected)
 
 
-def test_every_engine_exports_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_every_engine_exports_the_same_model(one_step: Step, model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     def export(name: str, *changes: str) -> dict[str, torch.Tensor]:

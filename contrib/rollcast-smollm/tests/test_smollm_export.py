@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,36 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.storage import NodeCopies
-from rollcast.contracts.trainer import trainers
 
 pytestmark = pytest.mark.long
 PROMPT = [{"role": "user", "content": "Name three animals that live in the sea."}]
 
 
 @pytest.fixture(scope="module")
-def export(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export(one_step: Callable[..., dict[str, float]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a run of one step exports."""
     folder = tmp_path_factory.mktemp("run")
-    config = compose(
-        [
-            "recipe=smollm_words",
-            f"run_dir={folder}",
-            "runtime=local",
-            "runtime.threads_per_worker=2",
-            "trackers=[jsonl]",
-            "data.train_batch_size=2",
-            "actor.ppo_mini_batch_size=2",
-            "actor.optim.lr=1e-4",
-            "actor.optim.lr_warmup_steps=0",
-            "trainer.total_steps=1",
-            "trainer.val_before_train=false",
-            "trainer.test_freq=-1",
-        ]
-    ).config
-    trainers.get(config.trainer.name).launch(config)
+    one_step(folder, "runtime=local", "trainer.export=true", "actor.optim.lr=1e-4", "actor.optim.lr_warmup_steps=0")
     return folder / "export"
 
 

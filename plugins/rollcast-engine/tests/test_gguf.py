@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -200,6 +202,13 @@ def test_the_doctor_knows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert finding.state == "problem" and "name one of them: a.gguf, b.gguf" in finding.found
 
 
+def test_the_extra_installs_what_a_conversion_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Requirement(line) for line in requires("rollcast-engine") or ()]
+    extra = {str(Requirement(f"{each.name}{each.specifier}")) for each in found if "gguf" in str(each.marker)}
+    pretend(monkeypatch)
+    assert extra == set(conversion.missing_packages())
+
+
 def test_problems_are_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.Q4_K.gguf", "a.Q8_0.gguf"):
         (tmp_path / name).write_bytes(b"GGUF and no more")
@@ -209,6 +218,6 @@ def test_problems_are_named(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
         place(tmp_path / "a.Q8_0.gguf")
     assert not list(cache.rglob("*a.Q8_0*"))
     pretend(monkeypatch, gguf="0.19", transformers="5.18.0")
-    wrong = r"needs accelerate and transformers>=5\.19, .* pip install 'rollcast-engine\[gguf\]'"
+    wrong = r"needs accelerate>=1\.0 and transformers>=5\.19, .* pip install 'rollcast-engine\[gguf\]'"
     with pytest.raises(ConfigError, match=wrong):
         place(tmp_path / "a.Q8_0.gguf")

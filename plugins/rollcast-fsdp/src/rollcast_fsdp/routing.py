@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["attach_tape", "find_routers", "layer_tokens"]
 
-_SIZES = ("top_k", "num_experts", "norm_topk_prob")
+#: What a router has; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
+_ATTRIBUTES = ("top_k", "num_experts", "norm_topk_prob", "weight")
 #: Buffer of the routers that choose by sigmoids.
 _BIAS = "e_score_correction_bias"
 
@@ -29,7 +30,7 @@ def find_routers(module: nn.Module) -> list[Any]:
 
     These are modules as in Qwen3-MoE and DeepSeek-V3 of transformers 5, which return logits, weights and experts.
     """
-    return [each for each in module.modules() if all(hasattr(each, name) for name in _SIZES)]
+    return [each for each in module.modules() if all(hasattr(each, name) for name in _ATTRIBUTES)]
 
 
 def attach_tape(module: nn.Module, config: FsdpConfig, group: Any) -> RouterTape | None:

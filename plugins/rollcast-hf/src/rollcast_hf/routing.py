@@ -19,10 +19,8 @@ from rollcast.errors import CapabilityError
 
 __all__ = ["RoutingRecorder"]
 
-
-def _is_router(module: nn.Module) -> bool:
-    """Return True for a router of transformers 5; in transformers 4 the block with the experts has these names too."""
-    return all(hasattr(module, name) for name in ("top_k", "num_experts", "norm_topk_prob", "weight"))
+#: What a router has; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
+_ATTRIBUTES = ("top_k", "num_experts", "norm_topk_prob", "weight")
 
 
 class RoutingRecorder:
@@ -47,7 +45,7 @@ class RoutingRecorder:
             CapabilityError: the module has none as in Qwen3-MoE of transformers 5.
         """
         if not self._routers:  # found once, not for every token
-            self._routers = [each for each in module.modules() if _is_router(each)]
+            self._routers = [each for each in module.modules() if all(hasattr(each, name) for name in _ATTRIBUTES)]
         if not self._routers:
             raise CapabilityError(
                 "rollout.enable_rollout_routing_replay is true, but the model has no routers whose choices can be "
