@@ -145,9 +145,12 @@ def test_the_workflow_runs_every_distribution() -> None:
     assert {each["session"] for each in nox_list("-s", "plugin")} == {f"plugin({name})" for name in names}
 
 
-def test_the_workflow_runs_every_session_of_tests() -> None:
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-    named = {session for job in ("static", "whole") for session in jobs[job]["strategy"]["matrix"]["session"]}
+def test_the_workflows_run_every_session_of_tests() -> None:
+    workflows = ROOT / ".github" / "workflows"
+    jobs = yaml.safe_load((workflows / "ci.yml").read_text())["jobs"]
+    nightly = yaml.safe_load((workflows / "nightly.yml").read_text())["jobs"]
+    matrices = (job["strategy"]["matrix"] for job in (jobs["static"], jobs["whole"], nightly["versions"]))
+    named = {session for matrix in matrices for session in matrix["session"]}
     sessions = {each["name"] for each in nox_list("-k", "not none")}
     assert named <= sessions
     assert {session for session in sessions if session.startswith("tests")} <= named

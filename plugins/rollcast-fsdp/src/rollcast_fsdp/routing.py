@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach_tape", "find_routers", "layer_tokens"]
 
-#: What a router has; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
+#: Attributes of a router; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
 _ATTRIBUTES = ("top_k", "num_experts", "norm_topk_prob", "weight")
 #: Buffer of the routers that choose by sigmoids.
 _BIAS = "e_score_correction_bias"

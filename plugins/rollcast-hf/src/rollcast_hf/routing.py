@@ -19,7 +19,7 @@ from rollcast.errors import CapabilityError
 
 __all__ = ["RoutingRecorder"]
 
-#: What a router has; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
+#: Attributes of a router; in transformers 4 the block with the experts has the sizes too, and no weight of its own.
 _ATTRIBUTES = ("top_k", "num_experts", "norm_topk_prob", "weight")
 
 
