@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 CONFIGS: dict[str, Any] = {
+    "deepseek_v3": DeepseekV3Config,
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -40,6 +42,28 @@ GLM = {
     "use_qk_norm": True,
     "partial_rotary_factor": 0.5,
 }
+#: Heads whose queries, values and rotated part differ in size, with a rotary embedding scaled as in the real model.
+DEEPSEEK = {
+    **{name: value for name, value in GLM.items() if name not in ("attention_bias", "use_qk_norm")},
+    "partial_rotary_factor": 1.0,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.2,
+    },
+}
+#: Fields of a family beside the sizes that all have.
+FIELDS: dict[str, dict[str, Any]] = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "qwen3_moe": MIXTURE}
 #: Odd, so that two ranks do not share it evenly.
 VOCABULARY = 91
 
@@ -56,7 +80,7 @@ def family_config(family: str, tied: bool, **changes: Any) -> PretrainedConfig:
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
     }
-    return CONFIGS[family](**(sizes | {"qwen3_moe": MIXTURE, "glm4_moe": GLM}.get(family, {}) | changes))
+    return CONFIGS[family](**(sizes | FIELDS.get(family, {}) | changes))
 
 
 def family_folder(path: Path, family: str, tied: bool, **changes: Any) -> Path:

@@ -50,6 +50,8 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         pytest.param("qwen2", True, VP2, TP2, id="interleaved-to-tp2-tied"),
         pytest.param("qwen3_moe", False, PP2, VP2, id="pp2-to-interleaved"),
         pytest.param("qwen3_moe", False, EP2, SP2, id="ep2-to-sp2"),
+        pytest.param("glm4_moe", False, SP2, PP2, id="sp2-to-pp2-sigmoids"),
+        pytest.param("deepseek_v3", False, SP2, PP2, id="sp2-to-pp2-latent-attention"),
         pytest.param("qwen3_moe", True, {}, {**EP2, "use_distributed_optimizer": False}, id="dp2-to-ep2-tied"),
         pytest.param("qwen2", True, {**PP2, **VALUES}, {**TP2, **VALUES}, id="value-model-pp2-to-tp2"),
     ],

@@ -94,6 +94,22 @@ def test_experts_for_some_tokens_and_for_all(
 
 
 @pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        pytest.param({"first_k_dense_replace": 4}, {**TP2, "use_remove_padding": True}, id="tp2-dense-packed"),
+        pytest.param({}, {**SP2, **FULL_RECOMPUTE}, id="sp2-recompute"),
+        pytest.param({}, {"context_parallel_size": 2, "use_remove_padding": True}, id="cp2-packed"),
+        pytest.param({"q_lora_rank": None, "rope_parameters": None}, {**EP2}, id="ep2-whole-queries"),
+        pytest.param({}, {**PP2}, id="pp2"),
+    ],
+)
+def test_latent_attention(two_ranks: Ranks, tmp_path: Path, changes: dict[str, Any], keys: dict[str, Any]) -> None:
+    """DeepSeek-V3: keys and values from a latent vector, and rotated keys that all heads share."""
+    folder = family_folder(tmp_path / "model", "deepseek_v3", False, **changes)
+    assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         pytest.param({**EP2, **FULL_RECOMPUTE}, id="ep2-recompute"),

@@ -284,7 +284,7 @@ def _build_chunk(plan: Plan, transformer: Any, chunk: int) -> DecoderModel:
 
 def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:
     """Return megatron-core's ``TransformerConfig`` from the map's fields and the engine's settings."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     dtype, on_host = DTYPES[config.dtype], device.type == "cpu"
     options: dict[str, Any] = {
@@ -321,6 +321,9 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         **_mixture_fields(plan.map.mixture, config),
         **fused_kernels(device.type == "cuda"),
     }
+    if plan.map.has_latent_attention:
+        # Its kernel knows only YaRN.
+        return MLATransformerConfig(**{**options, "apply_rope_fusion": False})
     return TransformerConfig(**options)
 
 
@@ -363,7 +366,8 @@ def fused_kernels(on_cuda: bool) -> dict[str, bool]:
 def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
     """Set the frequencies of a scaled rotary embedding as in transformers."""
     kind = model.rope["rope_type"]
-    if kind == "default":
+    # Latent attention has its own embedding.
+    if kind == "default" or model.has_latent_attention:
         return
     if kind not in ("linear", "llama3"):
         raise ConfigError(

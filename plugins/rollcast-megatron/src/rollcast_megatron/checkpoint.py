@@ -241,7 +241,7 @@ def load(path: Path, state: EngineState) -> int:
     with torch.no_grad():
         for name, parameter in state.tensors().items():
             parameter.copy_(tensors[f"model.{name}"])
-            if state.optimizer is not None:
+            if state.optimizer is not None and parameter.requires_grad:
                 moments = {key: tensors[f"optimizer.{key}.{name}"] for key in state.optimizer.state_names}
                 state.optimizer.restore(parameter, moments)
     if state.optimizer is not None:
@@ -283,6 +283,8 @@ def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, 
     if optimizer is None:
         return tensors
     for name, parameter in state.tensors().items():
+        if not parameter.requires_grad:
+            continue
         collected = optimizer.collect(parameter)
         is_expert = not getattr(parameter, "allreduce", True)
         is_first = state.mesh.data_rank == 0 and state.mesh.context_rank == 0
@@ -299,7 +301,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
     wanted: dict[str, Any] = {}
     for name, parameter in state.tensors().items():
         wanted[f"model.{name}"] = replace(model[name], data=torch.zeros(parameter.shape, dtype=parameter.dtype))
-        for key in optimizer.state_names if optimizer is not None else ():
+        for key in optimizer.state_names if optimizer is not None and parameter.requires_grad else ():
             wanted |= _beside(model[name], name, {key: torch.zeros(parameter.shape, dtype=torch.float32)})
     try:
         with _quiet():

@@ -27,6 +27,7 @@ MODULES = (
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
     "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.yarn_rotary_pos_embedding",
     "optimizer.clip_grads",
     "optimizer.distrib_optimizer",
     "optimizer.optimizer",
@@ -91,8 +92,9 @@ def install() -> None:
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _list_splits
-    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
-    rotary.get_pos_emb_on_this_cp_rank = _context_part
+    for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
+        rotary: Any = importlib.import_module(f"megatron.core.models.common.embeddings.{name}")
+        rotary.get_pos_emb_on_this_cp_rank = _context_part
     # On the CPU the tracked state is the process's own, which megatron-core's tracker warns about.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 

@@ -1,8 +1,11 @@
-"""The maps of Llama, Qwen2, Qwen3, Qwen3-MoE and GLM-4-MoE: decoders with RMS norms, rotary embeddings, gated MLPs."""
+"""The maps of Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE and DeepSeek-V3.
+
+All are decoders with RMS norms, rotary embeddings and gated MLPs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +15,7 @@ from rollcast.errors import ConfigError
 from rollcast_engine.routing import RoutingRule
 from rollcast_megatron.maps import FusedQkv, FusedRows, Mixture, ModelMap, Split, Weight
 
-__all__ = ["decoder_map", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
+__all__ = ["decoder_map", "deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _ROWS, _COLUMNS = Split(dim=0), Split(dim=1)
 
@@ -52,6 +55,79 @@ def glm4_moe(config: Any) -> ModelMap:
     dense = decoder_map(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm))
     layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
     return _with_experts(dense, config, sigmoid_rule(config), layers, shared=config.n_shared_experts)
+
+
+def deepseek_v3(config: Any) -> ModelMap:
+    """Return the map of ``DeepseekV3ForCausalLM``: latent attention, and experts as in GLM-4-MoE."""
+    refuse(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
+    decoder = decoder_map(config)
+    attention = "model.layers.{layer}.self_attn."
+    queries, keys = (f"self_attention.linear_{which}_" for which in ("q", "kv"))
+    weights = [
+        Weight(("input_layernorm.weight",), ("model.layers.{layer}.input_layernorm.weight",)),
+        *(weight for weight in decoder.layer if "linear_qkv" not in weight.names[-1]),
+        Weight((f"{keys}down_proj.weight",), (f"{attention}kv_a_proj_with_mqa.weight",)),
+        _latent_norm("kv", f"{attention}kv_a_layernorm.weight"),
+        Weight((f"{keys}up_proj.weight",), (f"{attention}kv_b_proj.weight",), _ROWS),
+    ]
+    if config.q_lora_rank is None:
+        weights.append(Weight((f"{queries}proj.weight",), (f"{attention}q_proj.weight",), _ROWS))
+    else:
+        weights += [
+            Weight((f"{queries}down_proj.weight",), (f"{attention}q_a_proj.weight",)),
+            _latent_norm("q", f"{attention}q_a_layernorm.weight"),
+            Weight((f"{queries}up_proj.weight",), (f"{attention}q_b_proj.weight",), _ROWS),
+        ]
+    fields = {**decoder.transformer, **_latent_attention(config, decoder.rope)}
+    latent = replace(decoder, transformer=fields, layer=weights)
+    layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
+    return _with_experts(latent, config, sigmoid_rule(config), layers, shared=config.n_shared_experts)
+
+
+def _latent_norm(which: str, source: str) -> Weight:
+    """Return the norm before the projection from latent queries or keys, which Transformer Engine does in one."""
+    names = f"self_attention.{which}_layernorm.weight", f"self_attention.linear_{which}_up_proj.layer_norm_weight"
+    return Weight(names, (source,))
+
+
+def _latent_attention(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``MLATransformerConfig`` that other models lack.
+
+    Raises:
+        ConfigError: the rotary embedding is scaled in another way than by YaRN.
+    """
+    kind = rope["rope_type"]
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "kv_channels": config.v_head_dim,
+        # True would sum the gradients of the norms over tensor-parallel ranks, which have each of them whole.
+        "qk_layernorm": False,
+        "rotary_base": rope["rope_theta"],
+    }
+    if kind == "default":
+        # With another factor than 1, megatron-core would scale the scores as with YaRN.
+        return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if kind != "yarn":
+        raise ConfigError(
+            f"the model's rotary embedding has rope_type={kind!r}; with latent attention, the megatron engine supports "
+            "default and yarn; use engine=fsdp"
+        )
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return {
+        **fields,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
 
 
 def sigmoid_rule(config: Any) -> RoutingRule:

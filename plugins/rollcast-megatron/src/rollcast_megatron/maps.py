@@ -169,7 +169,7 @@ class ModelMap:
     """A decoder of megatron-core that is equivalent to a transformers model, and the mapping of its weights.
 
     Attributes:
-        transformer: fields of megatron-core's ``TransformerConfig``.
+        transformer: fields of megatron-core's ``TransformerConfig``, or ``MLATransformerConfig``.
         vocab_size, max_positions: sizes of the model.
         tied: True if the head shares the embedding's weight.
         rope: rotary embedding of the transformers config: ``rope_theta``, ``rope_type``,
@@ -195,6 +195,11 @@ class ModelMap:
     def layers(self) -> int:
         """Number of layers."""
         return int(self.transformer["num_layers"])
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """True if keys and values are computed from a latent vector (MLA, arXiv:2405.04434, section 2.1)."""
+        return bool(self.transformer.get("multi_latent_attention"))
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, has experts."""

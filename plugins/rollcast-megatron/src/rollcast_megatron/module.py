@@ -21,7 +21,9 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -72,9 +74,18 @@ class CausalAttention(nn.Module):
     see :class:`~rollcast_megatron.inputs.RowLayout` for the chunks that each has.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_unused: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
+        #: Factor of the scores; None for one over the square root of a query head's size.
+        self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
 
     def forward(
@@ -88,7 +99,7 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """Compute ``[s, b, heads * d]`` from ``[s, b, heads, d]``, or from ``[s, heads, d]`` of packed rows.
 
-        Keys and values may have fewer heads.
+        Keys and values may have fewer heads, and values another ``d``.
         """
         if packed_seq_params is not None:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
@@ -111,9 +122,9 @@ class CausalAttention(nn.Module):
 
         Each rank has its own queries, so the gradients of a key and its value are summed over the ranks.
         """
-        both = torch.cat([key, value], 2)
+        both = torch.cat([key, value], 3)
         whole = gather_from_sequence_parallel_region(both, group=self.context_group)
-        return whole.view(-1, *both.shape).chunk(2, 3)  # type: ignore[no-any-return]
+        return whole.view(-1, *both.shape).split([key.size(3), value.size(3)], 4)  # type: ignore[no-any-return]
 
     def _attend_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return the attention of this rank's two chunks of a row, each over the row up to its end."""
@@ -139,6 +150,7 @@ class CausalAttention(nn.Module):
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
+                scale=self.softmax_scale,
                 enable_gqa=query.size(2) != key.size(2),
             )
         return mixed.permute(2, 0, 1, 3)
@@ -160,8 +172,7 @@ def has_transformer_engine() -> bool:
 def block_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the modules that the layers of this stage, or of one of several chunks, are built from."""
     if config.num_moe_experts is None and has_transformer_engine():
-        spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return spec
+        return _te_layer(config, has_experts=False)
     build, norm = (_te_layer, TENorm) if has_transformer_engine() else (_local_layer, RmsNorm)
     first = get_transformer_layer_offset(config, chunk)
     layers = range(first, first + get_num_layers_to_build(config, chunk))
@@ -175,7 +186,8 @@ def _te_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
+        multi_latent_attention=config.multi_latent_attention,
     )
     if has_experts:
         spec.submodules.mlp.submodules.router = TapeRouter
@@ -185,7 +197,8 @@ def _te_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
 def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
@@ -194,9 +207,57 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RmsNorm
+        # The module assumes Transformer Engine also where it is not installed.
+        multi_latent_attention.HAVE_TE = False
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return spec
+
+
+class LatentProjection(nn.Linear):
+    """The projection to a latent vector, whole on each tensor-parallel rank.
+
+    megatron-core's own modules split it or hold it whole. With both, a rank has only the gradient of its own heads for
+    the part that all heads share, the rotated keys, unless it is summed here.
+
+    Args:
+        config: config of the model.
+        rows: rows of the projection.
+        shared: number of its last rows whose outputs all heads use as they are.
+        group: tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, rows: int, shared: int, group: Any) -> None:
+        super().__init__(config.hidden_size, rows, bias=False, dtype=config.params_dtype)
+        self.shared, self.group = shared, group
+        # Under sequence parallelism megatron-core's gather sums the gradient.
+        self.sums_shared = shared > 0 and not config.sequence_parallel
+        mark: Any = self.weight
+        mark.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return ``[s, b, rows]`` of ``[s, b, h]``, and None for the bias, as megatron-core's modules do."""
+        latent = super().forward(hidden)
+        if self.sums_shared:
+            own, shared = torch.split(latent, [latent.size(-1) - self.shared, self.shared], -1)
+            shared = copy_to_tensor_model_parallel_region(shared, group=self.group)
+            if shared.requires_grad:
+                # megatron-core sums a copy of a gradient that is not contiguous, and returns the gradient.
+                shared.register_hook(torch.Tensor.contiguous)
+            latent = torch.cat([own, shared], -1)
+        return latent, None
+
+
+def _replace_latent_projections(model: nn.Module) -> None:
+    for attention in model.modules():
+        if isinstance(attention, MLASelfAttention):
+            config, group = attention.config, attention.pg_collection.tp
+            shared = config.qk_pos_emb_head_dim
+            attention.linear_kv_down_proj = LatentProjection(config, config.kv_lora_rank + shared, shared, group)
+            if config.q_lora_rank is not None:
+                attention.linear_q_down_proj = LatentProjection(config, config.q_lora_rank, 0, group)
 
 
 class DecoderModel(GPTModel):  # type: ignore[misc]
@@ -210,6 +271,7 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
 
     def __init__(self, *, is_value_model: bool, **options: Any) -> None:
         super().__init__(**options)
+        _replace_latent_projections(self)
         self.is_value_model = is_value_model
         #: Waits for a weight that is read outside its module's forward pass; None if weights are always complete.
         self.await_weight: Callable[[Tensor], None] | None = None
