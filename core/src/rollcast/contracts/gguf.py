@@ -24,8 +24,8 @@ __all__ = ["GGUF_INSTALLATION", "convert_gguf", "digest_gguf", "find_gguf", "mis
 logger = logging.getLogger(__name__)
 #: Weights that engines load as they are; a folder that has some is not converted.
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-#: Requirements of rollcast-engine's extra ``gguf``. transformers 5.0 and 5.1 give models tokenizers that begin every text
-#: with a token that the model does not expect; 5.19 is the oldest that was tested and does not.
+#: Requirements of rollcast-engine's extra ``gguf``. Tokenizers made by transformers 5.0 and 5.1 begin every text with a
+#: token that the model does not expect; 5.19 is the oldest that was tested and does not.
 _PACKAGES = ("gguf>=0.17", "accelerate>=1.0", "transformers>=5.19")
 #: Command that installs them.
 GGUF_INSTALLATION = "pip install 'rollcast-engine[gguf]'"
