@@ -177,7 +177,8 @@ def types(session: nox.Session) -> None:
     install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS, *TEST_LIBRARIES["rollcast-vision"])
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
-    session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+    packages = (str(package) for source in sources for package in source.iterdir() if package.is_dir())
+    session.run("mypy", *packages, "tests/types")
 
 
 @nox.session

@@ -23,12 +23,13 @@ from _large_batch import columns, uids
 from _plain_workers import OnPairs, Plain
 from _report import Comparison, write_report
 
-from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
+from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
 from rollcast.contracts.dispatch import MeshInfo, RankCall
 from rollcast.contracts.pools import NodeResources
 from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Runtime
 from rollcast.contracts.worker import WorkerContext
-from rollcast.protocol.future import Cut, store_batch
+from rollcast.protocol import Cut
+from rollcast.protocol.batch import store_batch
 from rollcast_ray.runtime import RayRuntime
 
 WORKERS = 4
@@ -135,8 +136,8 @@ def own_cost() -> list[Comparison]:
     return found
 
 
-def chunked_handle(shards: int = 1024) -> Comparison:
-    """A handle to as many shards, cut into as many pieces of 10 columns."""
+def chunked_remote(shards: int = 1024) -> Comparison:
+    """A batch of as many remote shards, cut into as many pieces of 10 columns."""
     stored: list[Any] = []
 
     def put(value: Any) -> int:
@@ -147,9 +148,11 @@ def chunked_handle(shards: int = 1024) -> Comparison:
         return [cut.of(stored[cut.ref]) for cut in cuts]
 
     shard = DataProto({f"column{number}": torch.zeros(4, 2) for number in range(10)})
-    handle = DataProtoFuture.concat([DataProtoFuture.of_shard(store_batch(shard, put), fetch) for _ in range(shards)])
-    taken = statistics.median([seconds(functools.partial(handle.chunk, shards)) for _ in range(9)])
-    return Comparison(f"chunk of a handle: {shards} shards, {shards} pieces, 10 columns (s)", taken, 0.1, at_most=1.0)
+    whole = DataProto.concat([store_batch(shard, put).bound(fetch) for _ in range(shards)])
+    taken = statistics.median([seconds(functools.partial(whole.chunk, shards)) for _ in range(9)])
+    return Comparison(
+        f"chunk of remote columns: {shards} shards, {shards} pieces, 10 columns (s)", taken, 0.1, at_most=1.0
+    )
 
 
 def operations(batch: DataProto) -> list[Comparison]:
@@ -307,7 +310,7 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     batch = DataProto.from_dict(columns(), {"uid": uids()})
-    comparisons = [*on_ray(batch), *operations(batch), *own_cost(), chunked_handle()]
+    comparisons = [*on_ray(batch), *operations(batch), *own_cost(), chunked_remote()]
     notes = [view_times(batch), f"load of the machine before: {load:.1f} on {os.cpu_count()} cores"]
     write_report("the controller", comparisons, notes, options.output)
 

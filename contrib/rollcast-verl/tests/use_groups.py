@@ -62,7 +62,7 @@ three = RayWorkerGroup(pool, RayClassWithInitArgs(Actor, factor=3), name_prefix=
 
 data = DataProto.from_dict({"x": torch.arange(6)})
 middle = two.multiply(data)
-assert isinstance(middle, DataProtoFuture) and middle.handle.refs
+assert isinstance(middle, DataProtoFuture) and middle.futures
 assert three.multiply(middle).get().batch["x"].tolist() == [0, 6, 12, 18, 24, 30]
 assert middle.get().batch["x"].tolist() == [0, 2, 4, 6, 8, 10]  # `three` wrote to copies of its own
 assert data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]

@@ -6,14 +6,12 @@ import os
 import pickle
 
 import pytest
-import torch
 from controller_workers import Counter, Neighbour, OnMesh, Probe, Refusal
 
-from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
+from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
 from rollcast.contracts.dispatch import MeshInfo
 from rollcast.contracts.runtime import LaunchSpec
 from rollcast.errors import DispatchError, ResourceError, WorkerError
-from rollcast.protocol.future import store_batch
 from rollcast.runtime.local import LocalRuntime
 
 
@@ -205,9 +203,3 @@ def test_a_handle_shows_the_references_behind_it(runtime) -> None:
     group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Probe), runtime=runtime)
     handle = group.echo.remote(1)
     assert len(handle.refs) == 1
-    batch = DataProto.from_dict({"x": torch.arange(4), "y": torch.arange(4)})
-    assert DataProtoFuture.of_batch(batch).refs == ()  # rows of this process are in no store
-    stored = store_batch(batch, lambda part: part)
-    held = DataProtoFuture.of_shard(stored)
-    assert [ref.batch.keys() for ref in held.refs] == [["x", "y"]]  # a batch is one object
-    assert held.select(["y"]).chunk(2)[0].refs == held.refs

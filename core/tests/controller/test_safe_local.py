@@ -79,7 +79,7 @@ def test_damaged_rows_of_a_handle_cannot_be_read_any_more(careless) -> None:
 
 def test_what_the_controller_reads_is_its_own(careless) -> None:
     handle = careless.keep.remote(batch())
-    handle["x"].add_(1)
+    handle.select("x")["x"].add_(1)
     handle.get()["x"].add_(1)
     assert careless.read(handle) == [[0, 1, 2, 3, 4, 5]]
 
@@ -114,7 +114,7 @@ def test_a_handle_knows_its_length_and_chains(make, tmp_path: Path) -> None:
     first = group.after.remote(batch(), str(tmp_path))
     chained = group.plus.remote(first.select(["y"]))
     assert (len(first), len(chained)) == (3, 3)
-    assert chained.joined(first).get()["z"].tolist() == [[1, 3], [5, 7], [9, 11]]
+    assert chained.select("z").joined(first.select("y"))["z"].tolist() == [[1, 3], [5, 7], [9, 11]]
     with pytest.raises(DataProtoError, match=r"rows='same' should return 3 rows and returned 1"):
         group.fewer.remote(batch()).get()
 
@@ -152,6 +152,15 @@ def test_coroutines_can_be_kept_in_the_thread_of_all_calls(make) -> None:
 
 
 def test_parts_of_a_call_have_no_ranks(make) -> None:
-    handle = DataProtoFuture.of_batch(batch())
-    with pytest.raises(DataProtoError, match="the handle that a call returned"):
+    handle = DataProtoFuture(lambda _: batch())
+    with pytest.raises(DataProtoError, match="the future that a call of a registered method returned"):
         handle.as_completed()
+
+
+def test_a_method_is_started_by_its_function(make) -> None:
+    group = make(Stage)
+    assert group.submit(Stage.plus, DataProto({"y": torch.zeros(3)})).select("z")["z"].tolist() == [1, 1, 1]
+    with pytest.raises(
+        DispatchError, match=r"Asynchronous.plain is not a registered method of the role 'worker'.*plus"
+    ):
+        group.submit(Asynchronous.plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,8 @@ from protocol_batches import jagged, sample
 from tensordict import TensorDict
 
 from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import DataProto, DataProtoFuture
+from rollcast.protocol import Cut, DataProto, DataProtoFuture
+from rollcast.protocol.batch import store_batch
 
 
 def test_single_dict_sorts_values_by_kind() -> None:
@@ -187,7 +188,16 @@ def test_zero_row_members_join() -> None:
     assert DataProto.concat([dp[:0], dp, dp[:0]]).equal(dp)
 
 
-BOTH = pytest.mark.parametrize("kind", [lambda dp: dp, DataProtoFuture.of_batch], ids=["batch", "handle"])
+def kept(batch: DataProto) -> DataProto:
+    """The batch with remote columns."""
+
+    def fetch(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        return [cut.of(cut.ref) for cut in cuts]
+
+    return store_batch(batch, lambda stored: stored).bound(fetch)
+
+
+BOTH = pytest.mark.parametrize("kind", [lambda dp: dp, kept], ids=["local", "remote"])
 Kind = Callable[[DataProto], Any]
 
 
@@ -397,9 +407,9 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "chunk zero": (lambda: sample().chunk(0), DataProtoError, "at least 1, not 0"),
     "joined handle": (
-        lambda: sample().joined(DataProtoFuture.of_batch(sample())),
+        lambda: sample().joined(DataProtoFuture(lambda _: sample())),  # type: ignore[arg-type]
         DataProtoError,
-        "joined: a DataProtoFuture is no DataProto",
+        "joined: a DataProtoFuture is not a DataProto; of a call in flight, select",
     ),
     "concat others": (lambda: DataProto.concat([sample(), 3]), DataProtoError, "concat: a member is a int"),  # type: ignore[list-item]
     "reorder": (lambda: sample(2).reordered([0, 0]), DataProtoError, "no permutation of 2 rows"),
@@ -451,8 +461,6 @@ def test_joining_keeps_the_class() -> None:
     assert type(DataProto.concat([mine, plain])) is Episodes
     assert type(DataProto.concat([plain, mine])) is DataProto
     assert type(Episodes.concat([plain, plain])) is Episodes
-    handle = DataProtoFuture.of_batch(mine)
-    assert type(Episodes.concat([handle])) is DataProtoFuture
-    assert type(DataProtoFuture.concat(handle.chunk(2)).get()) is Episodes
-    assert type(handle.with_columns(y=torch.zeros(4)).get()) is Episodes
-    assert type(DataProtoFuture.of_batch(plain).get()) is DataProto
+    assert type(DataProtoFuture.concat(kept(mine).chunk(2)).local()) is Episodes
+    assert type(kept(mine).with_columns(y=torch.zeros(4)).local()) is Episodes
+    assert type(DataProtoFuture(lambda _: kept(plain)).get()) is DataProto

@@ -25,8 +25,8 @@ def test_metrics_that_differ_by_rank_are_merged_by_name() -> None:
     }  # fmt: skip
     assert DataProto.concat(members).meta_info == {"metrics": expected, "step": 7}
     assert first["times"] == [1]
-    handles = [DataProtoFuture.of_batch(member) for member in members]
-    assert DataProtoFuture.concat(handles).meta_info["metrics"] == expected
+    results = [DataProtoFuture(lambda _, member=member: member) for member in members]
+    assert DataProtoFuture.concat(results).meta_info["metrics"] == expected
 
 
 def test_equal_values_are_kept_without_a_rule() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from rollcast import DataProto, Dispatch
 from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProtoFuture, Jagged, karmarkar_karp
-from rollcast.protocol.future import Kept, store_batch
+from rollcast.protocol import Jagged, karmarkar_karp
+from rollcast.protocol.batch import store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import deal_near, exchange_items, plan_shards
 from rollcast_testing.dispatch import FakeGroup
@@ -318,9 +319,9 @@ def test_every_batch_is_dealt_alike_and_other_values_go_to_all() -> None:
         assert call.args[1] == "plan"
 
 
-def test_of_a_handle_only_the_lengths_are_fetched() -> None:
+def test_of_remote_columns_only_the_lengths_are_fetched() -> None:
     batch = rows_of_lengths([3, 9, 1, 1, 2])
-    stored: list[Kept] = []
+    stored: list[Any] = []
     fetched = []
 
     def fetch(cuts, timeout):
@@ -328,14 +329,14 @@ def test_of_a_handle_only_the_lengths_are_fetched() -> None:
         return [cut.of(stored[0]) for cut in cuts]
 
     mode, group = TokenBalanced(), data_parallel(2)
-    handle = DataProtoFuture.of_shard(store_batch(batch, stored.append), fetch)
-    calls = mode.distribute(group, (handle,), {})
+    kept = store_batch(batch, stored.append).bound(fetch)
+    calls = mode.distribute(group, (kept,), {})
     assert fetched == ["attention_mask"]
     shards = [call.args[0] for call in calls.per_rank]
     out = mode.join(group, RankOutputs(shards, (0, 1), calls.state))
     assert fetched == ["attention_mask"]
-    assert isinstance(out, DataProtoFuture)
-    assert out.get().equal(batch)
+    assert out.is_remote
+    assert out.local().equal(batch)
 
 
 def test_without_a_key_jagged_prompts_and_responses_tell_the_lengths() -> None:

@@ -94,7 +94,7 @@ def test_a_handle_goes_through_modes_of_every_kind(group) -> None:
     batch = numbered(7).with_columns(length=torch.tensor([5, 5, 5, 1, 1, 1, 1]))
     first = group.proto.remote(batch)
     second = group.balanced.remote(first)
-    third = group.by_stage.remote(second.rename({"rank": "balanced_on"}))
+    third = group.by_stage.remote(second.select().rename({"rank": "balanced_on"}))
     assert all(isinstance(handle, DataProtoFuture) for handle in (first, second, third))
     out = third.get()
     assert out.select(["x", "id", "length"]).equal(batch.select(["x", "id", "length"]))

@@ -199,7 +199,8 @@ def test_any_mixture_is_finite_or_the_configured_error(
     if bool(scored.kept.any()):
         metrics = scored.metrics("reward")
         assert metrics["reward/errors"] == bad
-        assert all(abs(value) <= len(plans) * MAX_REWARD for value in metrics.values())
+        # A model's score of the limit may be added to a score of the limit.
+        assert all(abs(value) <= 2 * len(plans) * MAX_REWARD for value in metrics.values())
 
 
 def test_processes_treat_every_value_the_same(scorers: dict[tuple[str, ...], Any]) -> None:

@@ -56,8 +56,8 @@ class Critic(Worker):
 
     @register(dispatch_mode=Shares(), materialize_futures=False)
     def peek(self, data: Any) -> str:
-        return type(data).__name__
+        return str(data.is_remote)
 
     @register(dispatch_mode=Shares(), materialize_futures=False)
     def first_uid(self, data: Any) -> list[str]:
-        return list(data.select(["uid"]).slice(0, 1).get()["uid"])
+        return list(data.slice(0, 1)["uid"])

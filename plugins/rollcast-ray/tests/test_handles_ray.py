@@ -14,7 +14,8 @@ from handle_workers import WIDTH, Actor, Critic
 
 from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
 from rollcast.errors import DataProtoError, WorkerError
-from rollcast.protocol.future import Kept
+from rollcast.protocol._columns import column_nbytes
+from rollcast.protocol._remote import StoredBatch
 from rollcast_ray.runtime import RayRuntime
 
 ROWS = 12
@@ -46,10 +47,9 @@ def arrived(runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> dict[str, i
     seen: dict[str, int] = {}
 
     def count(value: Any) -> None:
-        value = value.batch if isinstance(value, Kept) else value
-        if isinstance(value, DataProto):
-            for name in value.keys():  # noqa: SIM118
-                seen[name] = seen.get(name, 0) + value.select([name]).nbytes
+        if isinstance(value, StoredBatch):
+            for name, column in value.columns.items():
+                seen[name] = seen.get(name, 0) + column_nbytes(column)
         else:
             seen[""] = seen.get("", 0) + len(pickle.dumps(value))
 
@@ -73,9 +73,9 @@ def prompts() -> DataProto:
 
 
 def test_a_round_moves_three_columns_to_the_driver_and_nothing_else(actor, critic, arrived) -> None:
-    batch = actor.generate.remote(prompts())
-    batch = batch.joined(actor.log_probs.remote(batch.select(["responses"])))
-    batch = batch.joined(critic.values.remote(batch.select(["responses"])))
+    batch = actor.generate.remote(prompts()).select(["uid", "prompts", "responses", "score"])
+    batch = batch.joined(actor.log_probs.remote(batch.select("responses")).select("old_log_probs"))
+    batch = batch.joined(critic.values.remote(batch.select("responses")).select("values"))
     score, old, values = batch["score"], batch["old_log_probs"], batch["values"]
     advantages = score - values + 0 * old
     metrics = critic.update(batch.with_columns({"advantages": advantages}).drop(["uid"]))
@@ -96,9 +96,9 @@ def test_what_another_group_computes_is_right_for_any_number_of_workers(actor, c
         assert torch.allclose(there["values"], here)
 
 
-def test_a_method_may_take_the_handle_itself(actor, critic) -> None:
+def test_a_method_may_take_the_remote_columns_themselves(actor, critic) -> None:
     batch = actor.generate.remote(prompts())
-    assert critic.peek(batch) == ["DataProtoFuture"] * 3
+    assert critic.peek(batch) == ["True"] * 3
     assert sorted(uid for part in critic.first_uid(batch) for uid in part) == ["u0", "u4", "u8"]
 
 
@@ -114,7 +114,7 @@ def test_other_results_come_by_get(actor) -> None:
     handle = actor.count.remote(prompts())
     assert handle.get() == [6, 6]
     with pytest.raises(DataProtoError, match="returned a list"):
-        handle.keys()
+        handle.select("x")
 
 
 def test_rows_are_lost_with_their_worker_and_that_is_said(runtime: RayRuntime) -> None:
@@ -124,14 +124,14 @@ def test_rows_are_lost_with_their_worker_and_that_is_said(runtime: RayRuntime) -
     deadline = time.monotonic() + 30
     with pytest.raises(WorkerError, match="lost with the worker"):
         while time.monotonic() < deadline:  # until Ray knows
-            handle.slice().get(timeout=20)
+            handle.select().local(timeout=20)
             time.sleep(0.1)
 
 
 def test_kept_rows_are_freed_with_the_last_handle(actor, runtime: RayRuntime) -> None:
     import ray
 
-    columns = list(actor.generate.remote(prompts())._content().columns.values())
+    columns = list(actor.generate.remote(prompts()).wait().select().remote_columns().values())
     refs = [piece.ref.ref for column in columns for piece in column.rows.pieces]
     assert len(set(refs)) == 2  # one object a worker, whatever its columns
     assert len(ray.get(refs)) == len(refs)

@@ -88,13 +88,13 @@ def test_damaged_rows_cannot_be_read_by_anybody(pair, stages) -> None:
     with pytest.raises(DataProtoError, match="damaged and cannot be read"):
         kept.get()
     with pytest.raises(WorkerError, match="damaged and cannot be read"):
-        pair.write_own(kept.rename({"z": "x"}), "add_")
+        pair.write_own(kept.select("z").rename({"z": "x"}), "add_")
 
 
 def test_what_the_driver_writes_is_its_own(pair, stages) -> None:
-    kept = stages[0].plus.remote(DataProto({"y": torch.zeros(ROWS, 20)})).rename({"z": "x"})
+    kept = stages[0].plus.remote(DataProto({"y": torch.zeros(ROWS, 20)})).select("z").rename({"z": "x"})
     kept["x"].add_(5)
-    kept.get()["x"].add_(5)
+    kept.local()["x"].add_(5)
     assert pair.read(kept) == [[1.0] * ROWS * 20] * 2
 
 
@@ -106,7 +106,7 @@ def test_what_ranks_share_is_stored_once_in_containers_too(pair, runtime, monkey
     weights, blob = {"w": torch.ones(1000)}, b"x" * 5000
     total = 1000.0 + 5000 + float(batch()["x"].sum())
     assert pair.share(weights, blob, handle) == pytest.approx([total, total])
-    assert [type(value).__name__ for value in stored] == ["dict", "bytes", "DataProtoFuture"]
+    assert [type(value).__name__ for value in stored] == ["dict", "bytes", "DataProto"]
 
 
 def test_handles_inside_containers_are_read(pair) -> None:
@@ -118,14 +118,14 @@ def test_calls_chain_before_the_first_has_ended(stages, tmp_path: Path) -> None:
     one, two = stages
     first = two.after.remote(batch(), str(tmp_path))
     second = one.plus.remote(first.select(["y"]))
-    third = two.plus.remote(second.rename({"z": "y"}).slice(0, 10))
+    third = two.plus.remote(second.select("z").rename({"z": "y"}).slice(0, 10))
     assert (len(first), len(second), len(third)) == (ROWS, ROWS, 10)
     assert not (first.done() or second.done() or third.done())
     (tmp_path / "go").touch()
     assert torch.equal(third.get()["z"], batch()["x"][:10] * 2 + 2)
-    assert torch.equal(second["z"], batch()["x"] * 2 + 1)
+    assert torch.equal(second.select("z")["z"], batch()["x"] * 2 + 1)
     with pytest.raises(DataProtoError, match=r"no column 'nothing'"):
-        first.select(["nothing"]).get()
+        first.select("nothing").local()
 
 
 def test_stages_of_two_pools_run_at_one_time(stages, tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_stages_of_two_pools_run_at_one_time(stages, tmp_path: Path) -> None:
     one, two = stages
     left = one.meet.remote(batch(), str(tmp_path), "left", "right")
     right = two.meet.remote(batch(), str(tmp_path), "right", "left")
-    both = left.joined(right)
+    both = left.select("left").joined(right.select("right"))
     assert len(both) == ROWS
-    assert sorted(both.get(timeout=60).keys()) == ["left", "right"]
+    assert sorted(both.local(timeout=60).keys()) == ["left", "right"]
 
 
 def test_an_error_of_the_first_call_is_that_of_the_chain(stages) -> None:

@@ -109,11 +109,9 @@ class TakesAnything(Striped):
         return super().dispatch(worker_group, found[0]) if found else Calls.each([None] * worker_group.world_size)
 
 
-class OnlyWhatIsAtHand(Striped):
+class MovesRows(Striped):
     def dispatch(self, worker_group, data):
-        if not isinstance(data, DataProto):
-            raise TypeError("no DataProto")
-        return super().dispatch(worker_group, data)
+        return super().dispatch(worker_group, data.local())
 
 
 class OtherKeyword(Striped):
@@ -199,7 +197,7 @@ class RankOrder(OverMesh):
         (AnswersItself(), "test_results_are_the_workers"),
         (WrongOrder(), "test_takes_keyword_arguments"),
         (OtherKeyword(), "test_takes_keyword_arguments"),
-        (OnlyWhatIsAtHand(), "test_takes_handles"),
+        (MovesRows(), "test_leaves_rows_on_workers"),
         (Marks(), "test_leaves_its_arguments_alone"),
         (Sorts(), "test_leaves_its_arguments_alone"),
         (Remembers(), "test_keeps_nothing_between_calls"),

@@ -78,7 +78,7 @@ def test_a_handle_moves_no_row_to_the_driver_and_only_its_own_to_each_rank(
     batch = make_batch(2 * RANKS)
     handle = group.add_rank.remote(batch).wait()
     cluster.traffic.clear()
-    second = group.add_rank.remote(handle.drop(["rank"])).wait()
+    second = group.add_rank.remote(handle.select().drop(["rank"])).wait()
     # Rows stay with the rank that has them; only the descriptions of the handles travel.
     assert cluster.traffic.between_nodes < batch.nbytes * 0.01 + 5000 * RANKS
     assert cluster.traffic.within_nodes >= batch.nbytes

@@ -145,7 +145,7 @@ class Grading(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         rows = batch.select(["prompts", "responses", "response_mask"])
-        graded = self.run.call("grader", "grader", rows)
+        graded = self.run.call("grader", Grader.grader, rows)
         self.run.record({"grader/mean": float(graded["graded"].mean())})
         return batch.joined(graded)
 
@@ -219,7 +219,7 @@ def test_a_role_has_an_engine_of_its_own(small_task: SmallTask, tmp_path: Path) 
     with set_up(overrides) as trainer:
         task = trainer.task
         assert (task.engine.param_offload, task.role_engine("critic").param_offload) == (False, True)
-        critic = trainer.run.critic.group
+        critic = trainer.run.workers("critic")
         assert critic.workers[0].handle.workers[critic.role].setup.engine.param_offload
     with pytest.raises(
         ConfigError, match=r"'critic\.engine\.param_ofload'; did you mean 'critic\.engine\.param_offload'"

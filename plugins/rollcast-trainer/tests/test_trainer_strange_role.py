@@ -120,7 +120,7 @@ class Grading(Stage):
     spec = StageSpec(reads=("responses", "response_mask"), writes=("graded",), roles=("grader",))
 
     def __call__(self, batch):
-        return batch.joined(self.run.call("grader", "grader", batch.select(["prompts", "responses", "response_mask"])))
+        return batch.joined(self.run.call("grader", Grader.grader, batch.select(["prompts", "responses", "response_mask"])))
 """
 ENTRY_POINTS = """
 [rollcast.configs]

@@ -32,6 +32,7 @@ from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.stages.log_probs import compute_log_prob
 from rollcast_trainer.stages.update_actor import needs_advantage
 
 pytestmark = pytest.mark.long
@@ -260,7 +261,7 @@ def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task:
     with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=3")) as trainer:
         assert [place.name for place in trainer.places].count("old_log_prob") == 0
         batch, _ = roll_out(trainer)
-        computed = trainer.run.actor.compute_log_prob(batch, ["old_log_probs", "entropy"])
+        computed = compute_log_prob(trainer.run, batch, ["old_log_probs", "entropy"])
         own = padded_batch(batch.joined(computed, overwrite=True))
         metrics = run_stage(trainer, "log_prob_check", batch)
     batch = padded_batch(batch)

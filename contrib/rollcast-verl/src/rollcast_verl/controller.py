@@ -330,17 +330,18 @@ def _door(cls: Any) -> type[Door]:
 class _Future(DataProtoFuture):  # type: ignore[misc]
     """verl's future of a batch that stays on the workers; given to another group, its rows go there directly."""
 
-    def __init__(self, handle: rollcast.DataProtoFuture) -> None:
+    def __init__(self, handle: rollcast.DataProtoFuture | rollcast.DataProto, refs: Sequence[Any]) -> None:
         self.handle = handle
-        super().__init__(collect_fn=declarations.collect_dp_compute_data_proto, futures=list(handle.refs))
+        super().__init__(collect_fn=declarations.collect_dp_compute_data_proto, futures=list(refs))
 
     def get(self) -> Any:
         """Wait for the batch and return it."""
-        return _returned(self.handle.get())
+        handle = self.handle
+        return _returned(handle.local() if isinstance(handle, rollcast.DataProto) else handle.get())
 
     def chunk(self, chunks: int) -> list[_Future]:
         """Split the batch without reading it."""
-        return [_Future(part) for part in self.handle.chunk(chunks)]
+        return [_Future(part, self.futures) for part in self.handle.chunk(chunks)]
 
 
 def _returned(value: Any) -> Any:
@@ -582,7 +583,8 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         bound = getattr(self.group, attribute_of(method.path))
         given, named = [_sent(value) for value in args], {key: _sent(value) for key, value in kwargs.items()}
         if not method.blocking and not isinstance(method.mode, DpComputeMetric):
-            return _Future(bound.remote(*given, **named))
+            started = bound.remote(*given, **named)
+            return _Future(started, started.refs)
         result = bound(*given, **named)
         if isinstance(result, rollcast.DataProtoFuture):
             result = result.get()

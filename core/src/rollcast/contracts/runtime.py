@@ -20,7 +20,7 @@ from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
-    from rollcast.protocol.future import Cut  # imports torch
+    from rollcast.protocol import Cut  # imports torch
 
 __all__ = [
     "Attached",
@@ -303,8 +303,8 @@ class Runtime(ABC):
     def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         """Send one call; return a reference to its result at once.
 
-        With outcome ``keep``, a DataProto that the method returns stays in the runtime's store, and the result is
-        a :class:`~rollcast.protocol.future.StoredShard` that refers to it. With ``drop``, the result is None.
+        With outcome ``keep``, the columns of a DataProto that the method returns stay in the runtime's store, and the
+        result has remote columns. With ``drop``, the result is None.
 
         Raises:
             DispatchError: an argument cannot be serialized.

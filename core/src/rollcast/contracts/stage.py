@@ -14,7 +14,7 @@ If a stage reads a column that no earlier stage writes, the registered stage tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -78,8 +78,14 @@ class StageRun(Protocol):
     def workers(self, role: str) -> Any:
         """Return the worker group of a role; only available during a step."""
 
-    def call(self, role: str, method: str, batch: DataProto) -> DataProto:
-        """Call a method of a role's workers that returns a row for each row of ``batch``; only during a step."""
+    def call(self, role: str, method: Callable[[Any, DataProto], DataProto], batch: DataProto) -> DataProto:
+        """Call a method of a role's workers that returns a row for each row of ``batch``; only during a step.
+
+        Args:
+            role: name of the role.
+            method: function of the worker's class, such as ``JudgeWorker.score``.
+            batch: rows to send.
+        """
 
 
 class Stage(ABC):

@@ -1,6 +1,6 @@
-"""Arguments of a call in the worker's process: handles are fetched, and in-place writes are detected.
+"""Arguments of a call in the worker's process: remote columns are read, and in-place writes are detected.
 
-The arguments of a call may share memory with other ranks, with other readers of a handle and, in a single-process
+The arguments of a call may share memory with other ranks, with other readers of stored rows and, in a single-process
 runtime, with the controller. A method registered with ``mutates`` gets copies of the named arguments. For all other
 arguments, the state of each tensor is compared before and after the call:
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import torch
 
     from rollcast.protocol import DataProto
-    from rollcast.protocol.future import Fetch, Kept
+    from rollcast.protocol._remote import Fetch, StoredBatch
 
-__all__ = ["Arguments", "is_handle"]
+__all__ = ["Arguments", "is_batch", "is_future"]
 
 #: Largest size in bytes of a tensor that is compared as a whole.
 _SMALL = 64 << 10
 _PAGE = 4096
 #: Number of bytes compared in each page of a larger tensor.
 _WORD = 8
-#: Types whose values contain no tensor, handle or container.
+#: Types whose values contain no tensor, future or container.
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
 
@@ -45,10 +45,15 @@ def _loaded(module: str, name: str) -> Any:
     return None if found is None else getattr(found, name)
 
 
-def is_handle(value: Any) -> bool:
+def is_future(value: Any) -> bool:
     """Return True if ``value`` is a :class:`~rollcast.protocol.future.DataProtoFuture`."""
-    handle = _loaded("rollcast.protocol.future", "DataProtoFuture")
-    return handle is not None and isinstance(value, handle)
+    future = _loaded("rollcast.protocol.future", "DataProtoFuture")
+    return future is not None and isinstance(value, future)
+
+
+def is_batch(value: Any) -> bool:
+    """Return True if ``value`` is a :class:`~rollcast.protocol.batch.DataProto`."""
+    return _is(value, "rollcast.protocol.batch", "DataProto")
 
 
 def _is(value: Any, module: str, name: str) -> bool:
@@ -106,7 +111,7 @@ class Arguments:
 
     Args:
         entry: registration of the method; None if it is not registered.
-        fetch: function that reads the rows of handles.
+        fetch: function that reads remote rows.
         same_process: True if the arguments are the controller's own objects.
     """
 
@@ -115,12 +120,12 @@ class Arguments:
         self._fetch = fetch
         self._same_process = same_process
         self._watched: list[_Watched] = []
-        self._kept: list[tuple[frozenset[str], tuple[Kept, ...]]] = []
+        self._kept: list[tuple[frozenset[str], tuple[StoredBatch, ...]]] = []
 
     def arrive(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Fetch handles, copy arguments that the method may write to, and watch all others; return the arguments."""
+        """Read remote columns, copy what the method may write to, watch all else, and return the arguments."""
         names = _parameters(getattr(method, "__func__", method)) if args else ()
         arrived = [self._value(value, names[i] if i < len(names) else f"{i}") for i, value in enumerate(args)]
         return arrived, {key: self._value(value, key) for key, value in kwargs.items()}
@@ -159,48 +164,42 @@ class Arguments:
             return kind(value) if _PLAIN.issuperset(map(type, value)) else kind(self._value(v, name) for v in value)
         if kind is dict:
             return {key: self._value(item, f"{name}[{key!r}]" if name else key) for key, item in value.items()}
-        if _is(value, "rollcast.protocol.lazy", "LazyBatch"):
-            return self._handle(value.handle(), name)
-        if _is(value, "rollcast.protocol.batch", "DataProto"):
-            return self._batch(value, None, name)
-        if is_handle(value):
-            return self._handle(value, name)
+        if is_future(value):
+            return self._value(value.argument(), name)
+        if is_batch(value):
+            return self._batch(value, name)
         if _is(value, "torch", "Tensor"):
             return self._tensor(value, name)
         if self._same_process and _is(value, "numpy", "ndarray"):
             return self._array(value, name)
         return value
 
-    def _handle(self, handle: Any, name: str) -> Any:
-        bound = handle.bind(self._fetch)
-        if self._entry is not None and not self._entry.materialize_futures:
-            return bound
-        if bound.wait()._other:
-            return bound.get()
-        reading = bound.read()
-        self._kept.append((reading.shared, reading.kept))
-        return self._batch(reading.batch, reading.shared, name)
-
-    def _batch(self, batch: DataProto, shared: frozenset[str] | None, name: str) -> DataProto:
-        """Return a new batch, with its shared columns (None for all) copied or watched."""
+    def _batch(self, batch: DataProto, name: str) -> DataProto:
+        """Return a new batch, with its remote columns read, and its shared columns copied or watched."""
         import torch
 
         from rollcast.protocol._columns import kind_of, map_tensors
 
-        length, columns, meta = batch._content()
-        mine = dict(columns)
+        if batch.is_remote:
+            batch = batch.bound(self._fetch)
+            if self._entry is not None and not self._entry.materialize_futures:
+                return batch
+        reading = batch.read()
+        self._kept.append((reading.shared, reading.stored))
+        own = batch.remote_columns().keys() - reading.shared
+        mine = dict(reading.columns)
         written: dict[str, torch.Tensor] = {}
-        for label, column in columns.items():
+        for label, column in reading.columns.items():
             if kind_of(column) == "object":
                 mine[label] = _own_objects(column) if self._same_process else column
-            elif shared is not None and label not in shared:
+            elif label in own:
                 continue
             elif self._may_write(label, name):
                 written[label] = column
             else:
                 self._watch("column", label, column)
         # Copied in one call, so that jagged columns keep sharing their offsets.
-        return type(batch)._of(length, {**mine, **map_tensors(written, torch.clone)}, meta)
+        return type(batch)._of(len(batch), {**mine, **map_tensors(written, torch.clone)}, batch.meta_info)
 
     def _watch(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         parts = [tensor] if not tensor.is_nested else [tensor._values, tensor._offsets]  # type: ignore[attr-defined]

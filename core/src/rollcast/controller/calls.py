@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.dispatch import RankCall
-from rollcast.controller.arguments import is_handle
+from rollcast.controller.arguments import is_batch, is_future
 from rollcast.errors import RollcastError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _bytes_in(value: Any) -> int:
         return sum(map(_bytes_in, value.values()))
     if kind is list or kind is tuple:
         return 0 if _SMALL.issuperset(map(type, value)) else sum(map(_bytes_in, value))
-    if is_handle(value):
+    if is_future(value) or (is_batch(value) and value.is_remote):
         return _WORTH_STORING
     return int(getattr(value, "nbytes", 0) or 0)
 
@@ -111,9 +111,9 @@ class _Call:
 
 @dataclass
 class Unawaited:
-    """The calls of a group whose handles were never awaited.
+    """The calls of a group whose futures were never awaited.
 
-    A handle can be garbage-collected in any thread at any time, so its finalizer only records the call. Errors are
+    A future can be garbage-collected in any thread at any time, so its finalizer only records the call. Errors are
     reported at the next call of the group and when the group ends.
     """
 
@@ -121,12 +121,12 @@ class Unawaited:
     _open: dict[int, _Call] = field(default_factory=dict)
 
     def watch(
-        self, handle: DataProtoFuture, name: str, receive: Callable[[], Any], ready: Callable[[], bool]
+        self, future: DataProtoFuture, name: str, receive: Callable[[], Any], ready: Callable[[], bool]
     ) -> Callable[[], None]:
-        """Watch the call of a handle; return a function that marks the call as awaited."""
+        """Watch the call of a future; return a function that marks the call as awaited."""
         call = _Call(name, receive, ready)
         self._open[id(call)] = call
-        weakref.finalize(handle, self._dropped.append, call).atexit = False
+        weakref.finalize(future, self._dropped.append, call).atexit = False
 
         def awaited() -> None:
             call.awaited = True
@@ -135,7 +135,7 @@ class Unawaited:
         return awaited
 
     def report(self) -> None:
-        """Log the errors of ended calls whose handles were garbage-collected."""
+        """Log the errors of ended calls whose futures were garbage-collected."""
         for _ in range(len(self._dropped)):
             call = self._dropped.popleft()
             if call.awaited:

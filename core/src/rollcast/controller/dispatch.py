@@ -238,8 +238,8 @@ _ATTRIBUTE = "__rollcast_registered__"
 _OF_GROUPS = (
     "attach contexts entries execute_all execute_all_async execute_all_sync execute_func execute_func_rank_zero "
     "execute_rank_zero execute_rank_zero_async execute_rank_zero_sync from_attached fuse launch_spec lost_ranks "
-    "mesh meshes name poisoned receive register_mesh restart role roles runtime send shutdown spawn with_timeout "
-    "workers world_size"
+    "mesh meshes name poisoned receive register_mesh restart role roles runtime send shutdown spawn submit "
+    "with_timeout workers world_size"
 )
 #: Attributes of worker groups, which are not allowed as names of registered methods.
 RESERVED_NAMES = frozenset(_OF_GROUPS.split())
@@ -280,14 +280,14 @@ def register(
             functions as for :func:`register_dispatch_mode`, also as
             ``{"dispatch_fn": dispatch, "collect_fn": collect}``; a pair has no name and is not registered.
         execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default that of the dispatch mode.
-        blocking: True to wait for the result; False to return a handle at once, while the result stays on the workers
+        blocking: True to wait for the result; False to return a future at once, while the result stays on the workers
             until it is read.
-        materialize_futures: True if each worker fetches its part of handles among the arguments before the method
-            runs; False to pass the handles to the method.
+        materialize_futures: True if each worker reads the remote columns of its arguments before the method runs;
+            False to pass them to the method, which reads those that it looks at.
         mutates: names of columns and arguments that the method writes to in place, or True for all. The method gets
             its own copies of these. A write to any other argument raises an error after the call, because other
             ranks and readers may share the memory.
-        rows: ``"same"`` if the method returns a DataProto with one row per input row. The handle to such a call
+        rows: ``"same"`` if the method returns a DataProto with one row per input row. The future of such a call
             knows its length at once, so the next call can be made before this one has ended.
 
     Raises:

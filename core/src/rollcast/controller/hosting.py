@@ -149,7 +149,7 @@ class WorkerHost:
     ) -> Any:
         """Run a method of the role's worker; a coroutine runs to its end in the host's event loop.
 
-        Handles among the arguments are fetched, including those nested in lists, tuples and dicts, unless the method
+        Remote columns of the arguments are read, including those nested in lists, tuples and dicts, unless the method
         is registered with ``materialize_futures=False``. The method gets copies of arguments registered in
         ``mutates``; an in-place write to any other argument raises an error after the call.
 
@@ -190,7 +190,7 @@ class WorkerHost:
         module = sys.modules.get("rollcast.protocol.batch")
         if module is None or not isinstance(result, module.DataProto):
             return result
-        from rollcast.protocol.future import store_batch
+        from rollcast.protocol.batch import store_batch
 
         return store_batch(result, self._store.put)
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollcast.contracts.dispatch import Expected, MeshInfo, RankCall, RankOutputs
 from rollcast.contracts.logs import log_environment
 from rollcast.contracts.pools import ResourcePool
 from rollcast.contracts.runtime import Attached, CallFailed, Host, LaunchSpec, Outcome, Runtime
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
-from rollcast.controller.arguments import is_handle
+from rollcast.controller.arguments import is_batch, is_future
 from rollcast.controller.calls import SharedValues, Unawaited, by_rank
 from rollcast.controller.dispatch import Registered, iter_registered
 from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
+W = TypeVar("W")
+P = ParamSpec("P")
 
 #: Default deadline of a blocking call, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
@@ -482,6 +484,26 @@ class WorkerGroup:
         rank = ranks[failed.index]
         return _explain_failure(failed, self.name, self.role, method, rank, self._shared.hosts[rank])
 
+    # -- typed calls --------------------------------------------------------------------------
+
+    def submit(self, method: Callable[Concatenate[W, P], Any], *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
+        """Start a registered method, given as the function of the worker's class, and return a future of its result.
+
+        Type checkers compare the arguments with the method's signature, and editors jump to it::
+
+            values = group.submit(CriticWorker.compute_values, batch).select("values")
+
+        Raises:
+            DispatchError: the role of this view has no registered method of this name.
+        """
+        bound = self._methods.get(method.__name__)
+        if bound is None:
+            raise DispatchError(
+                f"{self.name}: {method.__qualname__} is not a registered method of the role {self.role!r}, which has "
+                f"{', '.join(self._methods) or 'none'}"
+            )
+        return bound.remote(*args, **kwargs)
+
     # -- calls by name -----------------------------------------------------------------------
 
     def execute_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -513,7 +535,6 @@ class WorkerGroup:
         refs, hosts = self.send(method, [(rank, call) for rank in ranks]), self._shared.hosts
         return DataProtoFuture(
             lambda timeout: collect(self.receive(method, ranks, refs, timeout, hosts=hosts, give_up=False)),
-            self.runtime.fetch_rows,
             functools.partial(self.runtime.ready, refs),
             functools.partial(self._cancel_call, method, ranks, refs, hosts),
             refs,
@@ -544,7 +565,7 @@ class WorkerGroup:
         """Replace all processes by new ones, with the same roles, arguments, pool and environment.
 
         Every view of the group calls the new processes. The new workers are in their initial state: loaded and
-        trained state is lost, and handles to results on the old workers can no longer be read.
+        trained state is lost, and results on the old workers can no longer be read.
 
         Args:
             timeout: deadline of the start in seconds; by default the group's ``launch_timeout``.
@@ -585,7 +606,7 @@ class WorkerGroup:
 class GroupMethod:
     """A registered method of a group; a call dispatches, executes and collects.
 
-    ``group.method(...)`` returns the result; ``group.method.remote(...)`` returns a handle to the result at once.
+    ``group.method(...)`` returns the result; ``group.method.remote(...)`` returns a future of the result at once.
     """
 
     def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
@@ -605,7 +626,7 @@ class GroupMethod:
         return self._start(args, kwargs, keep=False).finish(None, give_up=True)
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Start the call and return a handle; the result stays on the workers until it is read."""
+        """Start the call and return a future; the result stays on the workers until it is read."""
         from rollcast.protocol.future import DataProtoFuture
 
         started, group = self._start(args, kwargs, keep=True), self._group
@@ -619,18 +640,17 @@ class GroupMethod:
             finally:
                 awaited[0]()
 
-        handle = DataProtoFuture(
+        future = DataProtoFuture(
             resolve,
-            runtime.fetch_rows,
             ready,
             started.cancel,
             refs=started.refs,
-            deferred=_promised(started),
+            rows=started.rows,
             by_rank=functools.partial(self._by_rank, started, lambda: awaited[0]()),  # noqa: PLW0108  # filled in below
         )
         name = f"{group.name}.{group.role}.{self.__name__}"
-        awaited.append(group._shared.unawaited.watch(handle, name, lambda: started.finish(0.0), ready))
-        return handle
+        awaited.append(group._shared.unawaited.watch(future, name, lambda: started.finish(0.0), ready))
+        return future
 
     def _by_rank(
         self, started: _Started, awaited: Callable[[], None], timeout: float | None
@@ -643,7 +663,7 @@ class GroupMethod:
             (output,) = group.receive(
                 self.__name__, [rank], [ref], max(end - time.monotonic(), 0.0), hosts=started.hosts, give_up=False
             )
-            return _as_handle(output, group.runtime.fetch_rows)
+            return _bound(output, group.runtime.fetch_rows)
 
         return by_rank(
             started.ranks, started.refs, group.runtime.wait_any, receive, lambda: max(end - time.monotonic(), 0.0)
@@ -652,6 +672,8 @@ class GroupMethod:
     def _start(self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool) -> _Started:
         """Dispatch the arguments and send the calls."""
         entry, group = self._entry, self._group
+        args = [_argument(value) for value in args]
+        kwargs = {key: _argument(value) for key, value in kwargs.items()}
         recorder = group.runtime.recorder
         recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
         with recording or nullcontext(), self._named_in_errors():
@@ -661,7 +683,8 @@ class GroupMethod:
             expected = entry.dispatch_mode.expect(group, calls) if lazy else None
             refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)
             hosts = group._shared.hosts
-        given = [value for value in (*args, *kwargs.values()) if is_handle(value)]
+            rows = _promised(expected, dict(zip(ranks, refs, strict=True)), group.runtime.fetch_rows)
+        given = [call for value in (*args, *kwargs.values()) if is_batch(value) for call in value.calls()]
 
         def finish(timeout: float | None, give_up: bool = False) -> Any:
             try:
@@ -674,7 +697,9 @@ class GroupMethod:
                     raise
             with recording or nullcontext():
                 if keep:
-                    outputs = [_as_handle(output, group.runtime.fetch_rows) for output in outputs]
+                    outputs = [_bound(output, group.runtime.fetch_rows) for output in outputs]
+                if rows is not None:
+                    rows.take_results(refs, outputs)
                 with self._named_in_errors():
                     found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
                     result = entry.dispatch_mode.join(group, found)
@@ -683,7 +708,7 @@ class GroupMethod:
             return result
 
         cancel = functools.partial(group._cancel_call, self.__name__, ranks, refs, hosts)
-        return _Started(finish, refs, cancel, ranks, hosts, expected)
+        return _Started(finish, refs, cancel, ranks, hosts, rows)
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
@@ -698,31 +723,33 @@ class GroupMethod:
         return f"<method {self.__name__} of {self._group!r}>"
 
 
-def _promised(started: _Started) -> Any:
-    """Return the layout of a call's result that is known before the call ends; None if unknown."""
-    expected = started.expected
+def _argument(value: Any) -> Any:
+    """Return an argument with futures replaced by their results, and references to the results of ended calls."""
+    value = value.argument() if is_future(value) else value
+    return value.settled() if is_batch(value) and value.is_remote else value
+
+
+def _promised(expected: Expected | None, refs: Mapping[int, Any], fetch: Any) -> Any:
+    """Return the rows of a call's result that are known before the call ends; None if unknown."""
     if expected is None:
         return None
     from rollcast.protocol.future import promise
 
-    by_rank = dict(zip(started.ranks, started.refs, strict=True))
-    return promise([by_rank[rank] for rank in expected.ranks], expected.rows, expected.taken)
+    return promise([refs[rank] for rank in expected.ranks], expected.rows, expected.taken, fetch)
 
 
-def _raise_first_cause(given: Sequence[DataProtoFuture], error: WorkerError) -> None:
-    """Raise the error of an argument handle whose call failed, which explains more than the consequence ``error``."""
-    for handle in given:
-        if handle._pending and handle.done():
+def _raise_first_cause(given: Sequence[Any], error: WorkerError) -> None:
+    """Raise the error of a call whose result was an argument, which explains more than the consequence ``error``."""
+    for call in given:
+        if call.done():
             try:
-                handle.wait()
+                call.wait()
             except WorkerError as first:
                 raise first from error
 
 
-def _as_handle(output: Any, fetch: Any) -> Any:
-    from rollcast.protocol.future import DataProtoFuture, StoredShard
-
-    return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
+def _bound(output: Any, fetch: Any) -> Any:
+    return output.bound(fetch) if is_batch(output) else output
 
 
 @dataclass(frozen=True)
@@ -735,7 +762,7 @@ class _Started:
         cancel: function that cancels the call on all ranks.
         ranks: rank of each reference.
         hosts: all processes of the group at the time of the call.
-        expected: layout of the result that is known before the call ends; None if unknown.
+        rows: rows of the result, which are known before the call ends; None if unknown.
     """
 
     finish: Callable[..., Any]
@@ -743,7 +770,7 @@ class _Started:
     cancel: Callable[[], bool]
     ranks: Sequence[int]
     hosts: Sequence[Host]
-    expected: Expected | None = None
+    rows: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The batch exchanged between controller and workers, handles to batches, and helpers for moving tensors."""
+"""The batch exchanged between controller and workers, calls in flight, and helpers for moving tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from rollcast.protocol._memory import empty_tensor as empty_tensor
     from rollcast.protocol._meta import MetaRules as MetaRules
     from rollcast.protocol._meta import meta_rules as meta_rules
+    from rollcast.protocol._remote import Cut as Cut
     from rollcast.protocol.batch import DataProto as DataProto
-    from rollcast.protocol.future import Cut as Cut
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
-    from rollcast.protocol.lazy import LazyBatch as LazyBatch
 
 # Names are loaded lazily, because importing torch and tensordict takes a second.
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -30,7 +29,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rollcast.protocol._memory": ["empty_tensor"],
         "rollcast.protocol._meta": ["MetaRules", "meta_rules"],
         "rollcast.protocol.batch": ["DataProto"],
-        "rollcast.protocol.future": ["Cut", "DataProtoFuture"],
-        "rollcast.protocol.lazy": ["LazyBatch"],
+        "rollcast.protocol._remote": ["Cut"],
+        "rollcast.protocol.future": ["DataProtoFuture"],
     },
 )

@@ -10,18 +10,17 @@ A column is a ``torch.Tensor`` whose first dimension is the row:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
 
-from rollcast.errors import DataProtoError
+from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import _jagged as jagged
 from rollcast.protocol import _memory as memory
 from rollcast.protocol._objects import ObjectColumn, join_tables
 from rollcast.protocol._rows import Pick, pick_slice
-from rollcast.protocol._table import check_name
 from rollcast.protocol._values import same_tensor, same_value
 
 if TYPE_CHECKING:
@@ -29,6 +28,24 @@ if TYPE_CHECKING:
 
 Columns = dict[str, torch.Tensor]
 _NUMERIC_KINDS = "biufc"
+
+
+class MissingColumnError(ColumnError, KeyError):
+    """An error for a missing column; also a ``KeyError``, as expected of mappings."""
+
+    __str__ = Exception.__str__  # KeyError.__str__ would quote the message
+
+
+def missing(name: object, columns: Iterable[str], what: str = "column") -> MissingColumnError:
+    """Build the error for a missing key; the message lists the existing keys."""
+    return MissingColumnError(f"no {what} {name!r}; there are {sorted(columns)}")
+
+
+def check_name(name: object) -> str:
+    """Return ``name`` if it is a non-empty string, else raise ``DataProtoError``."""
+    if not isinstance(name, str) or not name:
+        raise DataProtoError(f"a column name is a non-empty string, not {name!r}")
+    return name
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:

@@ -113,7 +113,7 @@ class LocalRuntime(Runtime):
             try:
                 return host.handle.call(role, method, call.args, call.kwargs, outcome)
             except WorkerRaised as raised:
-                # The traceback would keep the caller's frames alive, and with them the handle to this call.
+                # The traceback would keep the caller's frames alive, and with them the future of this call.
                 raised.__context__ = None
                 return raised.with_traceback(None)
 

@@ -97,7 +97,7 @@ def plan_shards(
 ) -> list[Shard]:
     """Assign every row to a shard.
 
-    The rows of a handle are stored on the ranks in consecutive runs, as an earlier call returned them. Runs that are
+    Remote rows are stored on the ranks in consecutive runs, as an earlier call returned them. Runs that are
     balanced well enough are kept, because they need no copy. Otherwise, only as many rows leave their run as the
     balance requires, because such rows are mostly read from another node.
 

@@ -18,7 +18,7 @@ from rollcast.contracts.dispatch import (
     find_batch_type,
 )
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProto, DataProtoFuture
+from rollcast.protocol import DataProto
 
 __all__ = [
     "BatchesOverMesh",
@@ -26,7 +26,6 @@ __all__ = [
     "OverMesh",
     "Padding",
     "check_batches",
-    "concat_batches",
     "expect_rows",
     "flat_layout",
     "is_batch",
@@ -102,14 +101,8 @@ class Padding:
 
 
 def is_batch(value: Any) -> bool:
-    """Return True if ``value`` has rows to split: a DataProto or a handle to one."""
-    return isinstance(value, DataProto | DataProtoFuture)
-
-
-def concat_batches(batches: Sequence[Any]) -> Any:
-    """Concatenate batches; if one of them is a handle, the result is a handle and no rows are fetched."""
-    handles = any(isinstance(batch, DataProtoFuture) for batch in batches)
-    return (DataProtoFuture if handles else DataProto).concat(list(batches))
+    """Return True if ``value`` has rows to split."""
+    return isinstance(value, DataProto)
 
 
 def check_batches(
@@ -226,7 +219,7 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
         return None
     if all(is_batch(output) for output in outputs):
         _check_padded(mode, outputs, padding)
-        joined = concat_batches(outputs)
+        joined = DataProto.concat(list(outputs))
         return joined.slice(0, padding.rows) if padding.added else joined
     if all(isinstance(output, list) for output in outputs):
         _check_padded(mode, outputs, padding)

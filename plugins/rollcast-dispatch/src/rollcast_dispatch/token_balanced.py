@@ -10,11 +10,11 @@ import torch
 
 from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, RankOutputs
 from rollcast.errors import DispatchError
+from rollcast.protocol import DataProto
 from rollcast_dispatch.balance import Shard, plan_shards
 from rollcast_dispatch.sharding import (
     Layout,
     check_batches,
-    concat_batches,
     expect_rows,
     flat_layout,
     is_batch,
@@ -54,7 +54,7 @@ class TokenBalanced(DispatchMode):
         length_key: column from which the rows' lengths are read: a mask ``[rows, tokens]``, whose nonzero entries are
             counted; a jagged column, whose row lengths are used; or integers ``[rows]``, which are the lengths. None,
             the default, uses ``attention_mask`` if a batch has it, else the tokens of ``prompts`` and ``responses``, or
-            of ``input_ids``. The first batch with the column is used. Only these columns of a handle are fetched.
+            of ``input_ids``. The first batch with the column is used. Of remote columns, only these are read.
         group_key: column whose equal values keep rows together on one shard, such as ``uid``.
         equal_size: True for the same number of rows in every shard. Missing rows are padded with copies of the shortest
             row, or of another shard's shortest row if there are groups; their results are removed. False allows shards
@@ -110,7 +110,7 @@ class TokenBalanced(DispatchMode):
             )
         order = _where_rows_are(state.shards, state.rows)
         if batches:
-            joined = concat_batches(answers)
+            joined = DataProto.concat(answers)
             return joined.slice(0, state.rows) if order == list(range(state.rows)) else joined.select_idxs(order)
         values = [value for answer in answers for value in answer]
         return [values[position] for position in order]

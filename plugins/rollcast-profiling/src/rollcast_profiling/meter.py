@@ -80,7 +80,7 @@ class StepMeter(Meter):
     def count_pass(
         self,
         role: str,
-        played_as: str,
+        host_role: str,
         method: str,
         lengths: Sequence[int],
         head_tokens: int,
@@ -90,7 +90,7 @@ class StepMeter(Meter):
 
         Args:
             role: role whose model computes.
-            played_as: role whose workers compute.
+            host_role: role whose workers compute.
             method: method of the workers that is called.
             lengths: tokens of each row, repeated if the row goes through the model several times.
             head_tokens: response tokens of the rows; only these go through the head.
@@ -99,7 +99,7 @@ class StepMeter(Meter):
         counter = self._counter(role)
         if counter is None:
             return
-        operations = counter.count(lengths, head_tokens, kind) / self._ranks[played_as]
+        operations = counter.count(lengths, head_tokens, kind) / self._ranks[host_role]
         self._work[method] = self._work.get(method, 0.0) + operations
 
     def _counter(self, role: str) -> ModelFlops | None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollcast import DataProto, DataProtoFuture, ResourcePool, Worker, WorkerGroup, WorkerHost
+from rollcast import DataProto, ResourcePool, Worker, WorkerGroup, WorkerHost
 from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.runtime import runtimes
@@ -274,7 +274,7 @@ def _drop_state(worker: Worker, role: str) -> None:  # noqa: ARG001
 
 
 def _fetched(value: Any) -> Any:
-    return value.get() if isinstance(value, DataProtoFuture) else value
+    return value.local() if isinstance(value, DataProto) else value
 
 
 def _dump(value: Any, file: Path) -> None:
@@ -346,7 +346,7 @@ def replay(folder: Path, debug: bool = False, trust_pickle: bool = False) -> Rep
         method = getattr(group.spawn([record.role])[record.role], record.method)
         try:
             result = method(*record.args, **record.kwargs)
-            replayed = CallOutcome(result.get() if isinstance(result, DataProtoFuture) else result)
+            replayed = CallOutcome(_fetched(result))
         except WorkerError as error:
             replayed = CallOutcome(error=f"{type(error).__name__}: {error}")
     findings: tuple[Finding, ...] = ()

@@ -13,7 +13,7 @@ from rollcast import WorkerGroup
 from rollcast.contracts.rollout import ROUTED_EXPERTS, RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
+from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import Stragglers
@@ -96,8 +96,8 @@ class InProcessSampler(Sampler):
         sampling: SamplingParams,
         stragglers: Stragglers | None = None,  # refused at the start of a run: the ranks answer together
     ) -> DataProto:
-        handle = self._group.generate_sequences.remote(DataProtoFuture.of_batch(prompts), sampling)
-        return LazyBatch.of(handle, self._columns, {"prompts": prompts["prompts"].int()})
+        sequences: DataProto = self._group.generate_sequences.remote(prompts, sampling).select(self._columns)
+        return sequences.with_cached(prompts=prompts["prompts"].int())
 
     def sync(self, version: int) -> dict[str, float]:
         metrics = self._group.update_weights(version)[0].metrics

@@ -18,7 +18,8 @@ from rollcast import ClassWithInitArgs, Dispatch, Execute, ResourcePool, Worker,
 from rollcast.contracts.dispatch import Calls, DispatchMode, MeshInfo, RankOutputs
 from rollcast.contracts.runtime import runtimes
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProto, DataProtoFuture
+from rollcast.protocol import Cut, DataProto
+from rollcast.protocol.batch import store_batch
 from rollcast_testing.batches import batches, find_difference, sample_batch
 
 __all__ = ["DispatchSuite", "FakeGroup"]
@@ -91,8 +92,8 @@ class DispatchSuite:
     )
     #: True if a batch may be passed as the keyword argument ``data``.
     takes_keywords: ClassVar[bool] = True
-    #: True if a batch may be a handle, whose rows are on workers.
-    takes_handles: ClassVar[bool] = True
+    #: True if remote columns are split and joined without being read.
+    leaves_rows_on_workers: ClassVar[bool] = True
 
     @pytest.fixture
     def mode(self) -> DispatchMode:
@@ -168,18 +169,21 @@ class DispatchSuite:
             wanted = self.expected_on(batch, group)
             _require_same(actual, wanted, f"a batch given as data=... comes back, on {_describe(group)}")
 
-    def test_takes_handles(self, mode: DispatchMode) -> None:
-        """Check that handles as arguments and outputs are treated like the batches that they refer to."""
-        if not self.takes_handles:
-            pytest.skip("takes_handles is False")
+    def test_leaves_rows_on_workers(self, mode: DispatchMode) -> None:
+        """Check that remote columns are split and joined like local ones, and stay remote."""
+        if not self.leaves_rows_on_workers:
+            pytest.skip("leaves_rows_on_workers is False")
         for group in self._groups(mode):
             for rows in (0, 1, 7):
                 batch = sample_batch(rows)
-                calls = mode.distribute(group, _as_handles(self.arguments_on(batch, group)), {})
+                calls = mode.distribute(group, _kept(self.arguments_on(batch, group)), {})
                 outputs = _outputs(mode, group, calls)
-                outputs[:] = _as_handles(list(outputs))
-                law = f"a handle to {rows} rows is dispatched like the rows, on {_describe(group)}"
-                _require_same(_fetched(mode.join(group, outputs)), self.expected_on(batch, group), law)
+                outputs[:] = _kept(list(outputs))
+                joined, where = mode.join(group, outputs), f"{rows} remote rows, on {_describe(group)}"
+                _require_same(_fetched(joined), self.expected_on(batch, group), f"dispatched like local ones: {where}")
+                sent = [value for call in calls.per_rank if call for value in (*call.args, *call.kwargs.values())]
+                moved = [value for value in (*sent, joined) if isinstance(value, DataProto) and not value.is_remote]
+                assert not moved, f"the mode reads rows that it only has to pass on: {where}"
 
     @_law
     @given(data=st.data())
@@ -326,16 +330,21 @@ def _outputs(mode: DispatchMode, group: FakeGroup, calls: Calls, work: Any = Non
     return RankOutputs(outputs, ranks, calls.state, execute.name)
 
 
-def _as_handles(value: Any) -> Any:
+def _kept(value: Any) -> Any:
+    """Return the value with its batches stored."""
     if isinstance(value, list | tuple):
-        return type(value)(_as_handles(each) for each in value)
-    return DataProtoFuture.of_batch(value) if isinstance(value, DataProto) else value
+        return type(value)(_kept(item) for item in value)
+    return store_batch(value, lambda stored: stored).bound(_fetch) if isinstance(value, DataProto) else value
+
+
+def _fetch(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:  # noqa: ARG001  # a Fetch
+    return [cut.of(cut.ref) for cut in cuts]
 
 
 def _fetched(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_fetched(each) for each in value)
-    return value.get() if isinstance(value, DataProtoFuture) else value
+    return value.bound(_fetch).local() if isinstance(value, DataProto) else value
 
 
 def _first_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto:

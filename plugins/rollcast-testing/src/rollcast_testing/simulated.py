@@ -46,7 +46,7 @@ from rollcast.contracts.runtime import (
 )
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ResourceError, WorkerError, WorkerTimeoutError
-from rollcast.protocol import DataProto, DataProtoFuture
+from rollcast.protocol import DataProto
 from rollcast_testing.schemas import SimulatedRuntimeConfig
 
 __all__ = ["SimulatedRuntime", "Traffic"]
@@ -574,15 +574,15 @@ def _name(node: int) -> str:
 
 
 class _Sizer(pickle.Pickler):
-    """A pickler that measures a handle without the stored values that it refers to."""
+    """A pickler that measures a batch without the stored values that it refers to."""
 
     def persistent_id(self, value: Any) -> str | None:
         return "stored" if isinstance(value, _Stored | _Call) else None
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of tensors and batches in a value and of inline rows of handles; other values count 0."""
-    if isinstance(value, DataProtoFuture):
+    """Return the bytes of tensors and batches in a value and the references to remote rows; other values count 0."""
+    if isinstance(value, DataProto) and value.is_remote:
         sink = io.BytesIO()
         _Sizer(sink, protocol=5).dump(value)
         return sink.tell()

@@ -6,14 +6,11 @@ Mini-batches are formed in ``mini_batches``; this module only chooses the rank o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-from rollcast.protocol import DataProto, DataProtoFuture, Jagged, karmarkar_karp
+from rollcast.protocol import DataProto, Jagged, karmarkar_karp
 from rollcast_dispatch.balance import Shard, deal_near, exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
-
-T = TypeVar("T", DataProto, DataProtoFuture)
 
 
 def row_lengths(batch: DataProto) -> list[int]:
@@ -61,12 +58,14 @@ def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
     return found
 
 
-def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks: int) -> T:
+def spread_rows(
+    call: Callable[[DataProto], DataProto], batch: DataProto, lengths: Sequence[int], ranks: int
+) -> DataProto:
     """Return the output row of ``call`` for each row, in the batch's order; the rows are balanced over the ranks.
 
     Args:
         call: splits a batch into equal consecutive shards, one per rank, and returns one output row per row.
-        batch: ``B`` rows, or a handle to them.
+        batch: ``B`` rows.
         lengths: tokens of each row.
         ranks: number of ranks, at least 1.
     """

@@ -10,6 +10,7 @@ from collections.abc import Container
 from typing import Final
 
 from rollcast.contracts.rollout import MULTI_MODAL_DATA
+from rollcast.errors import CapabilityError
 
 __all__ = [
     "DATA",
@@ -19,6 +20,7 @@ __all__ = [
     "PROMPT",
     "model_columns",
     "prompt_columns",
+    "refuse_images",
 ]
 
 
@@ -52,3 +54,16 @@ def prompt_columns(batch: Container[str]) -> tuple[str, ...]:
 def model_columns(batch: Container[str]) -> tuple[str, ...]:
     """Return the names of the columns of a batch that a forward pass of the policy reads."""
     return (*MODEL, MULTI_MODAL_DATA) if MULTI_MODAL_DATA in batch else MODEL
+
+
+def refuse_images(batch: Container[str], reader: str) -> None:
+    """Check that a batch has no images, which ``reader`` would not see.
+
+    Raises:
+        CapabilityError: it has.
+    """
+    if MULTI_MODAL_DATA in batch:
+        raise CapabilityError(
+            f"the prompts have images (column {MULTI_MODAL_DATA}), which {reader} does not see; use an estimator "
+            "without a critic, such as grpo, and a reward function"
+        )

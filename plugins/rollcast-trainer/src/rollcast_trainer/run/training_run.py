@@ -26,16 +26,8 @@ from rollcast_trainer.run.seeds import RowSeeds
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.timeline import Timeline
-from rollcast_trainer.workers.handles import (
-    ActorHandle,
-    CriticHandle,
-    Playing,
-    ReferenceHandle,
-    RewardModelHandle,
-    RoleHandle,
-    Update,
-)
 from rollcast_trainer.workers.meter import Meter
+from rollcast_trainer.workers.role_group import RoleGroup, Update
 from rollcast_trainer.workers.roles import Role
 from rollcast_trainer.workers.training import WorkerSetup
 
@@ -83,7 +75,7 @@ class TrainingRun:
         self.columns_read: frozenset[str] = frozenset()
         self.on_synced: list[Callable[[int], None]] = []
         self.generator: Callable[[DataProto, SamplingParams], DataProto] = self.respond
-        #: Phase and handle of each update whose metrics are not recorded yet.
+        #: Phase and call of each update whose metrics are not recorded yet.
         self._updates: list[tuple[str, Update]] = []
 
     # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
@@ -126,12 +118,11 @@ class TrainingRun:
 
     def workers(self, role: str) -> WorkerGroup:
         """Return the worker group of a role."""
-        return self._playing(role).group
+        return self.role_group(role).group
 
-    def call(self, role: str, method: str, batch: DataProto) -> DataProto:
+    def call(self, role: str, method: Callable[[Any, DataProto], DataProto], batch: DataProto) -> DataProto:
         """Call a method of a role's workers on the rows of ``batch``, and return its output rows in the same order."""
-        handle = RoleHandle(self._playing(role))
-        return handle.infer(method, getattr(handle.group, method).remote, batch)
+        return self.role_group(role).infer(method, batch)
 
     @property
     def max_staleness(self) -> int:
@@ -140,46 +131,32 @@ class TrainingRun:
         """
         return int(getattr(self.task.trainer, "max_staleness", 0))
 
-    # -- typed workers ------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------
 
     @property
-    def actor(self) -> ActorHandle:
+    def actor(self) -> RoleGroup:
         """The policy in training."""
-        return ActorHandle(self._playing(Role.ACTOR_ROLLOUT))
+        return self.role_group(Role.ACTOR_ROLLOUT)
 
-    @property
-    def reference(self) -> ReferenceHandle:
-        """The reference policy."""
-        return ReferenceHandle(self._playing(Role.REF))
-
-    @property
-    def critic(self) -> CriticHandle:
-        """The value model."""
-        return CriticHandle(self._playing(Role.CRITIC))
-
-    @property
-    def reward_model(self) -> RewardModelHandle:
-        """The model that scores responses."""
-        return RewardModelHandle(self._playing(Role.REWARD_MODEL))
-
-    def _playing(self, role: str) -> Playing:
+    def role_group(self, role: str) -> RoleGroup:
+        """Return the workers of a role, after the updates in flight on their pool."""
         # Calls to one pool take turns, so that each phase has its own time, and memory for one model's activations.
         self.join_updates(self.task.pool_of(role))
         # A replica engine that shares devices with the workers frees its memory before they compute.
         self.sampler.rest()
-        played_as = self.played_as(role)
+        host_role = self.host_role(role)
         settings = self.task.trainer
         longest = self.task.data.max_response_length
-        return Playing(role, played_as, self.groups[played_as], self.meter, settings.balance_batch, longest)
+        return RoleGroup(role, host_role, self.groups[host_role], self.meter, settings.balance_batch, longest)
 
-    def played_as(self, role: str) -> str:
+    def host_role(self, role: str) -> str:
         """Return the role itself if it has workers of its own, else the actor's role, whose workers then serve both."""
         return role if role in self.groups else next(iter(self.groups))
 
     def ranks_of(self, role: str) -> int:
         """Return the number of data-parallel ranks of a role's workers."""
-        played_as = self.played_as(role)
-        return Playing(role, played_as, self.groups[played_as], self.meter, False, 0).ranks
+        host_role = self.host_role(role)
+        return RoleGroup(role, host_role, self.groups[host_role], self.meter, False, 0).ranks
 
     # -- start --------------------------------------------------------------------------------
 

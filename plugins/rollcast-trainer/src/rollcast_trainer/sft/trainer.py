@@ -11,11 +11,13 @@ import torch
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import SftLoss
+from rollcast_trainer.batch.balance import row_lengths
 from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import SftConfig
+from rollcast_trainer.workers.actor import ActorRolloutRefWorker
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["SftTrainer", "UpdateSupervised"]
@@ -35,7 +37,9 @@ class UpdateSupervised(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         rows, start = batch.select(model_columns(batch)), time.perf_counter()
-        metrics = self.run.actor.update_actor(rows, [torch.arange(len(rows))]).get()
+        self.run.meter.count_tokens(sum(row_lengths(rows)))
+        whole = [torch.arange(len(rows))]
+        metrics = self.run.actor.update(ActorRolloutRefWorker.update_actor, rows, whole).get()
         tokens = float(Jagged.of(rows["response_mask"]).values.sum())
         self.run.record({key.replace("actor/", "sft/"): value for key, value in metrics.items()})
         rate = tokens / max(time.perf_counter() - start, 1e-9)

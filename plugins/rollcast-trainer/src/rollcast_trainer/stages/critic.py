@@ -9,11 +9,12 @@ from rollcast.contracts.algorithm import loss_aggregations, try_loss_aggregation
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto
 from rollcast_algorithms.value_loss import ValueLoss
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, refuse_images
 from rollcast_trainer.batch.mini_batches import draw_mini_batches
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import CriticConfig
+from rollcast_trainer.workers.critic import CriticWorker
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["UpdateCritic", "Values"]
@@ -44,7 +45,9 @@ class Values(Stage):
         return replace(setup, model=model, forward=settings, infer=settings)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        return batch.joined(self.run.critic.compute_values(batch))
+        refuse_images(batch, "a critic")
+        critic = self.run.role_group(Role.CRITIC)
+        return batch.joined(critic.infer(CriticWorker.compute_values, batch.select(MODEL), ["values"]))
 
 
 class UpdateCritic(Stage):
@@ -80,5 +83,7 @@ class UpdateCritic(Stage):
         count = max(self.run.task.data.train_batch_size // prompts, 1)
         seed = self.run.order_seed(1)
         mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, seed, rollouts_of(batch))
-        self.run.follow(self.phase, self.run.critic.update_critic(batch, mini_batches, epochs))
+        columns = batch.select([*MODEL, "values", "returns", *(name for name in (ROLLOUT,) if name in batch)])
+        group = self.run.role_group(Role.CRITIC)
+        self.run.follow(self.phase, group.update(CriticWorker.update_critic, columns, mini_batches, epochs))
         return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_serving.requests import configured_sampling, cut_keys
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, POLICY_GAP, model_columns
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import (
     KEPT,
@@ -24,9 +24,18 @@ from rollcast_trainer.stages.policy_gap import (
     rollout_log_probs_serve,
     routes_of,
 )
+from rollcast_trainer.workers.actor import ActorRolloutRefWorker
+from rollcast_trainer.workers.reference import RefWorker
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs", "configure_reference"]
+__all__ = [
+    "OldLogProb",
+    "RefLogProb",
+    "RolloutCorrection",
+    "add_old_log_probs",
+    "compute_log_prob",
+    "configure_reference",
+]
 
 
 def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
@@ -36,9 +45,21 @@ def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
     writes = ["old_log_probs", *(name for name, wanted in asked.items() if wanted)]
     if records and ROUTED_EXPERTS in batch:
         batch = batch.drop([ROUTED_EXPERTS])  # recorded by the rollout
-    output, tokens = run.actor.compute_log_prob(batch, writes), int(Jagged.of(batch["response_mask"]).values.sum())
+    output, tokens = compute_log_prob(run, batch, writes), int(Jagged.of(batch["response_mask"]).values.sum())
     run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
     return batch.joined(output.select(writes))
+
+
+def compute_log_prob(run: TrainingRun, batch: DataProto, writes: Iterable[str] = ("old_log_probs",)) -> DataProto:
+    """Return ``old_log_probs`` of the policy, jagged float32, and further columns that the setup asks for.
+
+    If the batch has ``rollout_log_probs``, the columns ``POLICY_GAP`` (float32 ``[B]``) are returned too; they hold the
+    per-row sums that the metrics need. If it has ``routed_experts``, the pass replays them.
+    """
+    optional = [name for name in ("rollout_log_probs", ROUTED_EXPERTS) if name in batch]
+    columns = [*writes, *(POLICY_GAP if "rollout_log_probs" in optional else ())]
+    rows = batch.select([*model_columns(batch), *optional])
+    return run.actor.infer(ActorRolloutRefWorker.compute_log_prob, rows, columns)
 
 
 class OldLogProb(Stage):
@@ -219,4 +240,5 @@ class RefLogProb(Stage):
         return configure_reference(self.run, role, setup)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        return batch.joined(self.run.reference.compute_ref_log_prob(batch))
+        reference, rows = self.run.role_group(Role.REF), batch.select(model_columns(batch))
+        return batch.joined(reference.infer(RefWorker.compute_ref_log_prob, rows, ["ref_log_prob"]))

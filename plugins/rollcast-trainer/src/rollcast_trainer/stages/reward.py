@@ -23,11 +23,11 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_eval.scoring import Scored
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, refuse_images
 from rollcast_trainer.batch.groups import groups_that_differ, join_groups, mean_interval
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import RewardModelConfig
-from rollcast_trainer.workers.reward_model import check_reward_model
+from rollcast_trainer.workers.reward_model import RewardModelWorker, check_reward_model
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["FilterGroups", "KlInReward", "Reward", "RewardModelScores", "filtered_scores"]
@@ -64,7 +64,9 @@ class RewardModelScores(Stage):
         return replace(setup, model=replace(setup.model, path=self._path, random_init=False), infer=infer)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        scores = self.run.reward_model.compute_rm_score(batch)
+        refuse_images(batch, "a reward model")
+        model = self.run.role_group(Role.REWARD_MODEL)
+        scores = model.infer(RewardModelWorker.compute_rm_score, batch.select(MODEL), ["rm_scores"])
         self.run.recorder.record_later(lambda: model_metrics(scores["rm_scores"]))
         return batch.joined(scores)
 

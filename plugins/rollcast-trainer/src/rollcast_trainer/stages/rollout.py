@@ -26,6 +26,7 @@ from rollcast_trainer.run.rollouts_beside import (
     replicas_of,
 )
 from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.stages.log_probs import compute_log_prob
 from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve, routes_of
 from rollcast_trainer.workers.roles import Role
 
@@ -130,7 +131,7 @@ class LogProbCheck(Stage):
         count = min(self.run.task.actor.log_prob_check_rows, len(batch))
         # Rows of different prompts; a deterministic choice, so that a resumed run selects the same.
         rows = batch.select_idxs(torch.arange(count) * len(batch) // max(count, 1))
-        output, tokens = self.run.actor.compute_log_prob(rows), int(Jagged.of(rows["response_mask"]).values.sum())
+        output, tokens = compute_log_prob(self.run, rows), int(Jagged.of(rows["response_mask"]).values.sum())
         self.run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
         return batch
 

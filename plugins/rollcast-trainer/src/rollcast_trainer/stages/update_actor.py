@@ -34,6 +34,7 @@ from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
 from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of, routes_of
+from rollcast_trainer.workers.actor import ActorRolloutRefWorker
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
@@ -117,7 +118,9 @@ class UpdateActor(Stage):
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
         joined = [name for name in (ROLLOUT, *self._routes) if name in rows]
         columns = rows.with_columns(prepared).select([*model_columns(rows), *read, *joined, *prepared])
-        metrics = run.actor.update_actor(columns, mini_batches, epochs, skipped).get()
+        run.meter.count_tokens(sum(row_lengths(columns)))
+        update = run.actor.update(ActorRolloutRefWorker.update_actor, columns, mini_batches, epochs, skipped)
+        metrics = update.get()
         run.record(metrics)
         if self._entropy is not None:
             self._entropy.update(metrics["actor/token_entropy"])

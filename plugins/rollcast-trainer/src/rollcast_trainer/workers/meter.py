@@ -17,7 +17,7 @@ class Meter:
     def count_pass(
         self,
         role: str,
-        played_as: str,
+        host_role: str,
         method: str,
         lengths: Sequence[int],
         head_tokens: int,
@@ -27,7 +27,7 @@ class Meter:
 
         Args:
             role: role whose model runs.
-            played_as: role whose workers run the model.
+            host_role: role whose workers run the model.
             method: name of the workers' method.
             lengths: tokens of each row, repeated for each pass of the row.
             head_tokens: response tokens of those rows, which go through the output head.

@@ -14,7 +14,7 @@ from trainer_tools import SmallTask, run_stages, set_up
 from rollcast import register
 from rollcast.contracts.stage import roles
 from rollcast.errors import WorkerError
-from rollcast.protocol import Cut, DataProto, Jagged, LazyBatch
+from rollcast.protocol import Cut, DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.actor import ActorRolloutRefWorker
@@ -49,7 +49,7 @@ class Fetched:
         found = self._fetch(cuts, timeout)
         for cut, kept in zip(cuts, found, strict=True):
             for name in cut.columns or ():
-                column = kept.batch[name]
+                column = kept.columns[name]
                 tokens = Jagged.of(column).values if column.layout == torch.jagged else column
                 self.columns[name] = self.columns.get(name, 0) + tokens.nbytes
         return found
@@ -63,7 +63,7 @@ def test_the_driver_fetches_the_columns_that_it_computes_with(
         fetched = Fetched(trainer.run.actor.group.runtime)
         batch = run_stages(trainer)
         trainer.run.recorder.take()
-        assert isinstance(batch, LazyBatch)
+        assert batch.is_remote
         assert fetched.columns.keys() == TOKENS_READ.keys() | ROWS_READ
         tokens = int(Jagged.of(batch["response_mask"]).values.numel())
         # Each column of tokens comes once, though several stages read it.
