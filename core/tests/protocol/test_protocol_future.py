@@ -243,12 +243,14 @@ def test_columns_beside_those_of_a_call_in_flight() -> None:
     assert (some["x"].tolist(), both.keys()) == ([0, 1, 2], ["x", "y"])
 
 
-def test_results_of_an_ended_call_are_referred_to_where_they_are_stored() -> None:
+def test_results_of_an_awaited_call_are_referred_to_where_they_are_stored() -> None:
     calls = Calls()
     call = calls.start("answer", sample(6))
     named = call.select("ids")
     assert "answer" in {str(piece.ref.ref) for piece in named.settled().remote_columns()["ids"].rows.pieces}
     calls.ended = True
+    assert "answer" in {str(piece.ref.ref) for piece in named.settled().remote_columns()["ids"].rows.pieces}
+    assert len(named["ids"]) == 6  # waits for the call
     refs = {piece.ref for piece in named.settled().remote_columns()["ids"].rows.pieces}
     assert refs == {"ref0"}
     assert call.chunk(2)[0].settled().keys() == sample(6).keys()
@@ -277,7 +279,6 @@ def test_a_call_that_returns_another_number_of_rows_is_told() -> None:
     calls = Calls()
     call = calls.start("answer", sample(6), rows=5)
     calls.ended = True
-    with pytest.raises(DataProtoError, match="should return 5 rows and returned 6"):
-        call.get()
-    with pytest.raises(DataProtoError, match="5 rows"):
-        call.select("ids")["ids"]
+    for part in (call.select("ids"), call.select()):
+        with pytest.raises(DataProtoError, match="should return 5 rows and returned 6"):
+            part.local()

@@ -24,6 +24,7 @@ from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTim
 from rollcast.plugins.inprocess import generation, snapshot
 
 if TYPE_CHECKING:
+    from rollcast.protocol._remote import Call, Fetch, RowMap
     from rollcast.protocol.future import DataProtoFuture
 
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
@@ -724,12 +725,12 @@ class GroupMethod:
 
 
 def _argument(value: Any) -> Any:
-    """Return an argument with futures replaced by their results, and references to the results of ended calls."""
+    """Return what stands for a future, and of a batch the references to the results of awaited calls."""
     value = value.argument() if is_future(value) else value
     return value.settled() if is_batch(value) and value.is_remote else value
 
 
-def _promised(expected: Expected | None, refs: Mapping[int, Any], fetch: Any) -> Any:
+def _promised(expected: Expected | None, refs: Mapping[int, Any], fetch: Fetch) -> RowMap | None:
     """Return the rows of a call's result that are known before the call ends; None if unknown."""
     if expected is None:
         return None
@@ -738,7 +739,7 @@ def _promised(expected: Expected | None, refs: Mapping[int, Any], fetch: Any) ->
     return promise([refs[rank] for rank in expected.ranks], expected.rows, expected.taken, fetch)
 
 
-def _raise_first_cause(given: Sequence[Any], error: WorkerError) -> None:
+def _raise_first_cause(given: Sequence[Call], error: WorkerError) -> None:
     """Raise the error of a call whose result was an argument, which explains more than the consequence ``error``."""
     for call in given:
         if call.done():
@@ -770,7 +771,7 @@ class _Started:
     cancel: Callable[[], bool]
     ranks: Sequence[int]
     hosts: Sequence[Host]
-    rows: Any = None
+    rows: RowMap | None = None
 
 
 @dataclass(frozen=True)

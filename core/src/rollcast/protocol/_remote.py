@@ -142,11 +142,6 @@ class Call(Protocol):
         """Return True if :meth:`wait` would return at once."""
 
 
-def is_description(result: Any, rows: int) -> bool:
-    """Return True if a call's result is a :class:`Description` of this number of rows."""
-    return hasattr(result, "remote_columns") and len(result) == rows
-
-
 class Promised:
     """A reference to the result of a call that may be in flight: a :class:`Description` of ``rows`` rows."""
 
@@ -168,11 +163,12 @@ class Promised:
         """
         if isinstance(result, BaseException):  # a single-process runtime stores the exception in place of the result
             raise result
-        if not is_description(result, self.rows):
-            what = f"{len(result)} rows" if hasattr(result, "remote_columns") else f"a {type(result).__name__}"
+        is_batch = hasattr(result, "remote_columns")
+        if not is_batch or len(result) != self.rows:
+            what = len(result) if is_batch else f"a {type(result).__name__}"
             raise DataProtoError(
-                f"a method registered with rows='same' got {self.rows} rows and returned {what}; return a row "
-                "for each row, or register it without rows"
+                f"a method registered with rows='same' should return {self.rows} rows and returned {what}; return a "
+                "row for each row, or register it without rows"
             )
         self.description = result
 
@@ -252,13 +248,21 @@ class RowMap:
         """Return the rows, read with ``fetch``."""
         return RowMap(self.pieces, self.index, fetch)
 
+    @property
+    def is_known(self) -> bool:
+        """True if this process has the descriptions of all results."""
+        return not any(isinstance(piece.ref, Promised) and piece.ref.description is None for piece in self.pieces)
+
     def take_results(self, refs: Sequence[Any], results: Sequence[Any]) -> None:
-        """Take the results of calls that have ended, by their references, so that they are not fetched again."""
+        """Take the results of calls that have ended, by their references, so that they are not fetched again.
+
+        Raises:
+            DataProtoError: a call did not return the promised number of rows.
+        """
         by_ref = dict(zip(map(id, refs), results, strict=True))
         for piece in self.pieces:
-            promised = piece.ref
-            if isinstance(promised, Promised) and is_description(result := by_ref.get(id(promised.ref)), promised.rows):
-                promised.description = result
+            if isinstance(piece.ref, Promised):
+                piece.ref.settle(by_ref[id(piece.ref.ref)])
 
     # ---- columns that were read ----
 
@@ -400,7 +404,7 @@ class Remote(NamedTuple):
         source = self.source
         if not isinstance(source, str):
             source = source[kept] if isinstance(kept, slice) else tuple(source[number] for number in kept)
-        return self._replace(rows=rows, source=source)
+        return Remote(rows, source, self.dtype)
 
 
 Column = torch.Tensor | Remote
@@ -453,17 +457,20 @@ def concat(members: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """Concatenate the rows of members with the same columns; a local column joins a remote one inline.
 
     Raises:
-        DataProtoError: a column differs between members in kind, dtype, row shape or device.
+        DataProtoError: a local column differs between members in kind, dtype, row shape or device, or a remote one in
+            dtype; other differences of remote columns are found when they are read.
     """
     if len(members) == 1:
         return dict(members[0])
     maps: dict[tuple[int, ...], tuple[RowMap, list[Remote]]] = {}
-    local: list[str] = []
+    local: list[ops.Columns] = [{} for _ in members]
     joined: dict[str, Column] = {}
     for name in members[0]:
         parts = [member[name] for member in members]
-        if not any(isinstance(part, Remote) for part in parts):
-            local.append(name)
+        tensors = [part for part in parts if not isinstance(part, Remote)]
+        if len(tensors) == len(parts):
+            for columns, tensor in zip(local, tensors, strict=True):
+                columns[name] = tensor
             continue
         remotes = [part if isinstance(part, Remote) else _inline(name, part) for part in parts]
         if len(dtypes := {part.dtype for part in remotes if part.dtype is not None}) > 1:
@@ -473,14 +480,8 @@ def concat(members: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
             # Parts are kept, so that no other map gets the id of one of theirs.
             maps[key] = RowMap.concat([part.rows for part in remotes]), remotes
         joined[name] = Remote(maps[key][0], _joined_source(remotes), next(iter(dtypes), None))
-    here = ops.concat_columns([{name: _local(member[name]) for name in local} for member in members])
+    here = ops.concat_columns(local)
     return {name: here[name] if name in here else joined[name] for name in members[0]}
-
-
-def _local(column: Column) -> torch.Tensor:
-    if isinstance(column, Remote):
-        raise TypeError("a remote column among local ones")
-    return column
 
 
 def _inline(name: str, column: torch.Tensor) -> Remote:
@@ -513,13 +514,18 @@ def bind(columns: Mapping[str, Column], fetch: Fetch) -> dict[str, Column]:
     return bound
 
 
+def _by_rows(columns: Mapping[str, Remote]) -> list[list[str]]:
+    """Return the names of the columns that share their rows, together."""
+    names: dict[int, list[str]] = {}
+    for name, column in columns.items():
+        names.setdefault(id(column.rows), []).append(name)
+    return list(names.values())
+
+
 def trimmed(columns: Mapping[str, Remote]) -> dict[str, Remote]:
     """Reduce inline pieces to the rows and columns in use, before sending."""
-    by_rows: dict[int, list[str]] = {}
-    for name, column in columns.items():
-        by_rows.setdefault(id(column.rows), []).append(name)
     sent = dict(columns)
-    for names in by_rows.values():
+    for names in _by_rows(columns):
         rows = columns[names[0]].rows
         if not any(isinstance(piece.ref, _Inline) for piece in rows.pieces):
             continue
@@ -622,16 +628,10 @@ def settle(columns: Mapping[str, Remote], timeout: float | None = None) -> dict[
     return settled
 
 
-def settle_ended(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns, with those of calls that have ended over the objects that the calls stored.
-
-    Raises:
-        WorkerError: a call failed.
-    """
-    maps = {id(column.rows): column.rows for column in columns.values() if isinstance(column, Remote)}
-    ended = {key for key, rows in maps.items() if rows.calls and all(call.done() for call in rows.calls)}
-    settled = settle({name: c for name, c in columns.items() if isinstance(c, Remote) and id(c.rows) in ended})
-    return {**columns, **settled}
+def settle_known(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns, with those of awaited calls over the objects that the calls stored."""
+    remotes = {name: column for name, column in columns.items() if isinstance(column, Remote)}
+    return {**columns, **settle({name: column for name, column in remotes.items() if column.rows.is_known})}
 
 
 # ---- reading ----
@@ -666,12 +666,9 @@ class _Plan(NamedTuple):
 
 def _plan(columns: Mapping[str, Remote]) -> tuple[list[_Plan], list[tuple[Cut, Fetch]]]:
     """Plan the reads of the columns; the rows of an object are read once for all columns."""
-    groups: dict[int, list[str]] = {}
-    for name, column in columns.items():
-        groups.setdefault(id(column.rows), []).append(name)
     wanted: dict[tuple[Any, ...], tuple[int, Piece, torch.Tensor | None, dict[str, None], Fetch]] = {}
     plans: list[_Plan] = []
-    for names in groups.values():
+    for names in _by_rows(columns):
         rows = columns[names[0]].rows
         sources = [columns[name].sources() for name in names]
         pieces, order = rows.reads()

@@ -631,17 +631,16 @@ class DataProto:
         return cls._of(len(rows), {ALL: Remote(rows, ALL)}, None)
 
     def settled(self) -> Self:
-        """Return the batch with the columns of ended calls over the objects that the calls stored.
+        """Return the batch with the columns of awaited calls over the objects that the calls stored.
 
         Workers to which it is passed then need not ask for the results of these calls.
-
-        Raises:
-            WorkerError: a call failed.
         """
         everything = self._raw().get(ALL)
-        if isinstance(everything, Remote) and all(call.done() for call in everything.rows.calls):
+        if isinstance(everything, Remote) and everything.rows.is_known:
             self._named()
-        return self._of(self._length, remote.settle_ended(self._raw()), self._meta)
+        columns = dict(self._raw())
+        in_flight = {ALL: columns.pop(ALL)} if ALL in columns else {}
+        return self._of(self._length, {**in_flight, **remote.settle_known(columns)}, self._meta)
 
     @property
     def is_remote(self) -> bool:

@@ -67,18 +67,8 @@ class DataProtoFuture:
         if not self._result:
             if self._cancelled:
                 raise WorkerError("this call was cancelled, so it has no result")
-            result = self._resolve(timeout)
-            self._check_promised(result)
-            self._result = (result,)
+            self._result = (self._resolve(timeout),)
         return self
-
-    def _check_promised(self, result: Any) -> None:
-        if self._rows is None or not isinstance(result, DataProto) or len(result) == len(self._rows):
-            return
-        raise DataProtoError(
-            f"a method registered with rows='same' should return {len(self._rows)} rows and returned {len(result)}; "
-            "return a row for each row, or register it without rows"
-        )
 
     def cancel(self) -> bool:
         """Cancel the call on every rank; return True if it had not ended.
@@ -138,10 +128,7 @@ class DataProtoFuture:
             WorkerError: the length is unknown, and the call failed.
             DataProtoError: the result is not a batch.
         """
-        if self._rows is not None and not self._result:
-            rows = self._rows
-            return DataProto.of_calls(RowMap(rows.pieces, rows.index, rows.fetch, (self,)))
-        result = self.wait()._result[0]
+        result = self.argument()
         if not isinstance(result, DataProto):
             raise DataProtoError(f"the call returned a {type(result).__name__}, not a DataProto; take it with get()")
         return result
@@ -164,9 +151,13 @@ class DataProtoFuture:
         return DataProto.concat([each._batch() if isinstance(each, DataProtoFuture) else each for each in members])
 
     def argument(self) -> Any:
-        """Return what a call gets for the future: the batch with remote columns, or the result of another kind."""
-        if self._rows is not None and not self.done():
-            return self._batch()
+        """Return what a call gets for the future: a batch with remote columns, or the result of another kind.
+
+        Waits only if the length of the result is unknown.
+        """
+        rows = self._rows
+        if rows is not None and not self._result:
+            return DataProto.of_calls(RowMap(rows.pieces, rows.index, rows.fetch, (self,)))
         return self.wait()._result[0]
 
     def __reduce__(self) -> tuple[Any, ...]:

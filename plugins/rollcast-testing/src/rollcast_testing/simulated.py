@@ -4,8 +4,8 @@ Example::
 
     with SimulatedRuntime(nodes=128, processes_per_node=8, latency_s=1e-3) as cluster:
         group = WorkerGroup(ResourcePool([8] * 128), ClassWithInitArgs(MyWorker), runtime=cluster)
-        handle = group.compute.remote(batch)
-        group.consume(handle)
+        future = group.compute.remote(batch)
+        group.consume(future)
         assert cluster.traffic.between_nodes < budget
         cluster.kill_rank(group, 17)          # the next call raises WorkerError; group.restart() mends it
         print(cluster.now)                    # seconds of the simulated clock
