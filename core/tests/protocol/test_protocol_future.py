@@ -282,3 +282,10 @@ def test_a_call_that_returns_another_number_of_rows_is_told() -> None:
     for part in (call.select("ids"), call.select()):
         with pytest.raises(DataProtoError, match="should return 5 rows and returned 6"):
             part.local()
+
+
+def test_ranks_that_return_the_right_number_of_rows_only_together_are_told() -> None:
+    store = Store()
+    results = [store_batch(part, store.put) for part in (sample(3), sample(1))]
+    with pytest.raises(DataProtoError, match="should return 2 rows and returned 3"):
+        promise(["first", "second"], [2, 2], 4, store.fetch).take_results(["first", "second"], results)
