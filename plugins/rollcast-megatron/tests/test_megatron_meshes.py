@@ -13,8 +13,9 @@ import megatron_plain
 import megatron_scenarios as scenarios
 import pytest
 import torch
-from megatron_models import family_folder
+from megatron_models import DEEPSEEK, family_folder
 
+from rollcast.errors import ConfigError
 from rollcast_testing.ranks import Ranks
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -107,6 +108,22 @@ def test_latent_attention(two_ranks: Ranks, tmp_path: Path, changes: dict[str, A
     """DeepSeek-V3: keys and values from a latent vector, and rotated keys that all heads share."""
     folder = family_folder(tmp_path / "model", "deepseek_v3", False, **changes)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize("left_out", [["mscale"], ["mscale_all_dim"], ["mscale", "mscale_all_dim"]], ids="-".join)
+def test_yarn_without_its_scales(tmp_path: Path, left_out: list[str]) -> None:
+    rope = {name: value for name, value in DEEPSEEK["rope_parameters"].items() if name not in left_out}
+    folder = family_folder(tmp_path / "model", "deepseek_v3", False, rope_parameters=rope)
+    assert_same(megatron_plain.train(folder), [scenarios.train(scenarios.ALONE, folder=folder)])
+
+
+@pytest.mark.parametrize("option", [{"attention_factor": 1.3}, {"truncate": False}], ids=str)
+def test_options_of_yarn_that_would_be_ignored_are_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    folder = family_folder(
+        tmp_path / "model", "deepseek_v3", False, rope_parameters={**DEEPSEEK["rope_parameters"], **option}
+    )
+    with pytest.raises(ConfigError, match=f"has {next(iter(option))}=.*use engine=fsdp"):
+        scenarios.build(scenarios.ALONE, folder)
 
 
 @pytest.mark.parametrize(

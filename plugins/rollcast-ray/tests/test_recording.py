@@ -122,6 +122,19 @@ def test_a_call_of_several_ranks_with_handles_runs_on_one(runtime: RayRuntime, t
     assert again.agrees(0.0)
 
 
+def test_the_rows_of_a_result_by_rank_are_recorded(runtime: RayRuntime, tmp_path: Path) -> None:
+    """A record is read in other processes, where no worker has the rows any more."""
+    runtime.recorder = recorder = CallRecorder("scale", tmp_path)
+    group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Scaled, 2.0), runtime=runtime, name="g")
+    future = group.scale.remote(batch(4))
+    expected = [part["y"].tolist() for part in future.get()]
+    group.shutdown()
+    assert recorder.recorded is not None
+    _, outcome = load_trusted(recorder.recorded)
+    assert outcome is not None
+    assert [part["y"].tolist() for part in outcome.result] == expected
+
+
 def test_ranks_need_no_folder_in_common(runtime: RayRuntime, tmp_path: Path, monkeypatch) -> None:
     """Each rank writes on its own node; the files come back through the object store, in parts."""
     monkeypatch.setattr(recording, "_PART", 5)

@@ -95,7 +95,7 @@ class DataProtoFuture:
             WorkerTimeoutError: the deadline (seconds) passed; the call goes on, and can be awaited again.
         """
         result = self.wait(timeout)._result[0]
-        if isinstance(result, list | tuple):  # a dispatch mode may collect a list by rank
+        if type(result) in (list, tuple):  # a dispatch mode may collect a list by rank
             return type(result)(part.local(timeout=timeout) if isinstance(part, DataProto) else part for part in result)
         if not isinstance(result, DataProto):
             return result

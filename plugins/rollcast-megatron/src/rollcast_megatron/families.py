@@ -94,7 +94,7 @@ def _latent_attention(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``MLATransformerConfig`` that other models lack.
 
     Raises:
-        ConfigError: the rotary embedding is scaled in another way than by YaRN.
+        ConfigError: the rotary embedding is scaled in another way than by YaRN, or with options that would be ignored.
     """
     kind = rope["rope_type"]
     fields = {
@@ -117,7 +117,14 @@ def _latent_attention(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
             f"the model's rotary embedding has rope_type={kind!r}; with latent attention, the megatron engine supports "
             "default and yarn; use engine=fsdp"
         )
+    for name, value in (("attention_factor", None), ("truncate", True)):
+        if rope.get(name, value) != value:
+            raise ConfigError(
+                f"the model's rotary embedding has {name}={rope[name]!r}; with latent attention, the megatron engine "
+                "supports YaRN without it; use engine=fsdp"
+            )
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
     return {
         **fields,
         "rope_type": "yarn",
@@ -125,7 +132,8 @@ def _latent_attention(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
+        # As in transformers, one without the other does not scale the embedding; None has megatron-core's default.
+        "mscale": rope["mscale"] if both else None,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 

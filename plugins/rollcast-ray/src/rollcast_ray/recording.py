@@ -274,6 +274,8 @@ def _drop_state(worker: Worker, role: str) -> None:  # noqa: ARG001
 
 
 def _fetched(value: Any) -> Any:
+    if type(value) in (list, tuple):  # a dispatch mode may collect a list by rank
+        return type(value)(_fetched(part) for part in value)
     return value.local() if isinstance(value, DataProto) else value
 
 
