@@ -28,8 +28,7 @@ from rollcast.contracts.dispatch import MeshInfo, RankCall
 from rollcast.contracts.pools import NodeResources
 from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Runtime
 from rollcast.contracts.worker import WorkerContext
-from rollcast.protocol import Cut
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Cut, store_batch
 from rollcast_ray.runtime import RayRuntime
 
 WORKERS = 4

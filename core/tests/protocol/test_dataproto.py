@@ -15,8 +15,7 @@ from protocol_batches import jagged, sample
 from tensordict import TensorDict
 
 from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import Cut, DataProto, DataProtoFuture
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Cut, DataProto, DataProtoFuture, store_batch
 
 
 def test_single_dict_sorts_values_by_kind() -> None:

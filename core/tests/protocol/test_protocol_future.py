@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from protocol_batches import batches, law, sample, snapshot
 
 from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import Cut, DataProto, DataProtoFuture
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Cut, DataProto, DataProtoFuture, store_batch
 from rollcast.protocol.future import promise
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rollcast.errors import DataProtoError
-from rollcast.protocol import Cut, DataProto, DataProtoFuture, Jagged
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Cut, DataProto, DataProtoFuture, Jagged, store_batch
 from rollcast.protocol.future import promise
 
 

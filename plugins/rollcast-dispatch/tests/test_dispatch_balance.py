@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rollcast import DataProto, Dispatch
 from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast.protocol import Jagged, karmarkar_karp
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Jagged, karmarkar_karp, store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import deal_near, exchange_items, plan_shards
 from rollcast_testing.dispatch import FakeGroup

@@ -190,7 +190,7 @@ class WorkerHost:
         module = sys.modules.get("rollcast.protocol.batch")
         if module is None or not isinstance(result, module.DataProto):
             return result
-        from rollcast.protocol.batch import store_batch
+        from rollcast.protocol import store_batch
 
         return store_batch(result, self._store.put)
 

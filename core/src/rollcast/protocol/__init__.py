@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollcast.protocol._meta import meta_rules as meta_rules
     from rollcast.protocol._remote import Cut as Cut
     from rollcast.protocol.batch import DataProto as DataProto
+    from rollcast.protocol.batch import store_batch as store_batch
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
 
 # Names are loaded lazily, because importing torch and tensordict takes a second.
@@ -28,7 +29,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rollcast.protocol._jagged": ["Jagged"],
         "rollcast.protocol._memory": ["empty_tensor"],
         "rollcast.protocol._meta": ["MetaRules", "meta_rules"],
-        "rollcast.protocol.batch": ["DataProto"],
+        "rollcast.protocol.batch": ["DataProto", "store_batch"],
         "rollcast.protocol._remote": ["Cut"],
         "rollcast.protocol.future": ["DataProtoFuture"],
     },

@@ -18,8 +18,7 @@ from rollcast import ClassWithInitArgs, Dispatch, Execute, ResourcePool, Worker,
 from rollcast.contracts.dispatch import Calls, DispatchMode, MeshInfo, RankOutputs
 from rollcast.contracts.runtime import runtimes
 from rollcast.errors import DispatchError
-from rollcast.protocol import Cut, DataProto
-from rollcast.protocol.batch import store_batch
+from rollcast.protocol import Cut, DataProto, store_batch
 from rollcast_testing.batches import batches, find_difference, sample_batch
 
 __all__ = ["DispatchSuite", "FakeGroup"]
