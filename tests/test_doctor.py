@@ -30,9 +30,9 @@ def few_files() -> None:
 
 def test_planted_faults_are_all_named_with_their_mends(rollcast: Commands) -> None:
     rollcast.install("some-plugin", "some_plugin", "import no_such_library\n", "[rollcast.hooks]\nmine = some_plugin\n")
-    old = rollcast.site / "rollcast_trackers-0.0.7.dist-info"
+    old = rollcast.site / "rollcast_trtllm-0.0.7.dist-info"
     old.mkdir()
-    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rollcast-trackers\nVersion: 0.0.7\n")
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rollcast-trtllm\nVersion: 0.0.7\n")
     model = tiny_model_folder(rollcast.folder / "model", weights=False, chat_template=FORGETFUL)
     (rollcast.folder / "full").touch()
     asked = (f"model.path={model}", "model.random_init=true", "run_dir=full/run", "rollout=vllm")
@@ -51,7 +51,7 @@ def test_planted_faults_are_all_named_with_their_mends(rollcast: Commands) -> No
     faults = {row["name"]: row for row in found if row["state"] != "ok"}
     planted = {
         "hooks/mine": ("some-plugin 1.0", "pip install no_such_library"),
-        "rollcast-trackers": ("version 0.0.7 beside rollcast", "pip install 'rollcast-trackers=="),
+        "rollcast-trtllm": ("version 0.0.7 beside rollcast", "pip install 'rollcast-trtllm=="),
         "open files": ("200 files", "LimitNOFILE"),
         "run directory": ("full is a file", "run_dir=DIR"),
         "rollout: vLLM": (sys.executable, "rollcast-vllm[cuda]"),

@@ -115,7 +115,7 @@ def test_the_tables_name_every_part(rollcast: Commands) -> None:
     }
     found = 0
     for part in parts:
-        ours = part["distribution"] in ("rollcast-report", "rollcast-rewards", "rollcast-trackers")
+        ours = part["distribution"] in ("rollcast-report", "rollcast-rewards")
         if ours and part["group"] in pages:
             found += 1
             assert f"| `{part['name']}` |" in (DOCS / pages[part["group"]]).read_text(), part

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcast_trackers.background import BackgroundTracker
+from rollcast_report.services.background import BackgroundTracker
 
 __all__ = ["TensorboardTracker"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcast_trackers.background import BackgroundTracker
+from rollcast_report.services.background import BackgroundTracker
 
 __all__ = ["WandbTracker"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.config import flatten
-from rollcast_trackers.background import BackgroundTracker
+from rollcast_report.services.background import BackgroundTracker
 
 __all__ = ["MlflowTracker", "clean_name"]
 

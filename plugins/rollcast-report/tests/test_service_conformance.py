@@ -82,8 +82,8 @@ class TestTrackio(WithLibrary):
     name = library = "trackio"
 
 
-def test_every_tracker_of_this_distribution_is_tested_here() -> None:
-    ours = {name for name in trackers.names() if trackers.find(name).distribution == "rollcast-trackers"}
+def test_every_service_is_tested_here() -> None:
+    ours = {name for name in trackers.names() if trackers.find(name).value.startswith("rollcast_report.services.")}
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, TrackerSuite)]
     # ClearML forks a monitor for each task and waits for its analysis of the repository, so that several tasks in one
     # process may hang. `test_clearml_offline` has the only one.

@@ -17,7 +17,7 @@ import pytest
 from rollcast.contracts.tracker import trackers
 from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_report.tracker_set import TrackerSet
-from rollcast_trackers.background import BackgroundTracker
+from rollcast_report.services.background import BackgroundTracker
 
 NAMES = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
@@ -156,8 +156,8 @@ def test_wrong_options_are_told_with_the_right_ones(name: str, monkeypatch: pyte
 
 def test_the_modules_import_no_library() -> None:
     code = (
-        "import sys, rollcast_trackers\n"
-        f"for name in {NAMES}: __import__('rollcast_trackers.' + name + '_tracker')\n"
+        "import sys, rollcast_report.services\n"
+        f"for name in {NAMES}: __import__('rollcast_report.services.' + name + '_tracker')\n"
         f"sys.exit(', '.join({{'torch', 'ray', *{NAMES}}} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
