@@ -47,7 +47,7 @@ TEST_LIBRARIES = {
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-serving": ["openai"],
     "rollcast-report": ["tensorboard"],
-    "rollcast-vision": ["pillow"],
+    "rollcast-data": ["pillow"],
     "rollcast-quickstart": ["pillow"],
 }
 #: What an editable installation of every distribution needs beside their requirements.
@@ -86,7 +86,7 @@ GPU_PARTS = {
         "rollcast-megatron/tests/test_megatron_meshes.py",
         "rollcast-megatron/tests/test_megatron_overlap.py",
     ],
-    "memory": ["rollcast-fsdp/tests/test_fsdp_hand_over.py", "rollcast-profiling/tests/test_profiler.py"],
+    "memory": ["rollcast-fsdp/tests/test_fsdp_hand_over.py", "rollcast-automap/tests/test_profiler.py"],
     "rollouts": ["rollcast-hf/tests/test_hf_on_cuda.py"],
     "syncs": ["rollcast-serving/tests/test_weight_syncs.py", "rollcast-serving/tests/test_sync_conformance.py"],
     "vllm": ["rollcast-vllm/tests/test_vllm_on_cuda.py"],
@@ -174,7 +174,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types of every distribution with mypy."""
     # mypy reads Pillow's types, which only an extra requires.
-    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS, *TEST_LIBRARIES["rollcast-vision"])
+    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS, *TEST_LIBRARIES["rollcast-data"])
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     packages = (str(package) for source in sources for package in source.iterdir() if package.is_dir())

@@ -22,7 +22,7 @@ from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 ROOT = Path(__file__).resolve().parents[1]
 LOADER = ROOT / "core/src/rollcast/contracts/tokenizer.py"
 #: The class of the processor of images, and a test kit's reference for it.
-IMAGES = {"plugins/rollcast-vision/src/rollcast_vision/model_inputs.py"}
+IMAGES = {"plugins/rollcast-data/src/rollcast_data/vision/model_inputs.py"}
 CHAT = [{"role": "user", "content": "what is 1 + 2"}]
 
 

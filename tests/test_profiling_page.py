@@ -9,8 +9,8 @@ from pathlib import Path
 
 from run_commands import SMALL, Commands
 
-from rollcast_profiling.costs import Measurement, RoleLayout, read_costs
-from rollcast_profiling.devices import PEAK_TFLOPS
+from rollcast_automap.profiling.costs import Measurement, RoleLayout, read_costs
+from rollcast_automap.profiling.devices import PEAK_TFLOPS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text()
 

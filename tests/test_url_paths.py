@@ -89,7 +89,7 @@ def test_every_option_with_a_path_is_tried() -> None:
 @pytest.mark.parametrize("key", ["tables", "runs"])
 def test_a_url_for_a_table_of_measured_costs_is_refused(key: str) -> None:
     from rollcast.config import build_section
-    from rollcast_profiling.measured_costs import MeasuredConfig
+    from rollcast_automap.profiling.measured_costs import MeasuredConfig
 
     says = rf"cost_model.{key}\[1\] must be a path on this machine, got the URL 's3://bucket/x'"
     with pytest.raises(ConfigError, match=says):

@@ -2,7 +2,7 @@
 
 Rows are packed, passes compute in bf16, and layers are recomputed in the backward pass. Weights of 0.5B and 1.5B are
 float32 with bf16 passes, as a run on a device has them; those of 7B are bf16, because one device of 80 GB does not hold
-float32 weights with their AdamW. The model's operations are those of `rollcast_profiling`, without recomputation.
+float32 weights with their AdamW. The model's operations are those of `rollcast_automap.profiling`, without recomputation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig,
 from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto
 from rollcast_automap.costs.device_kinds import PEAK_TFLOPS, find_part
-from rollcast_profiling.flops import read_model_flops
+from rollcast_automap.profiling.flops import read_model_flops
 from rollcast_testing.tiny import nll_loss, random_batch
 
 

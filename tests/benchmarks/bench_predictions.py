@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rollcast_automap.measured.check import RunCheck, check_run
 from rollcast_automap.measured.measured_run import read_run
-from rollcast_profiling.measured_costs import MeasuredConfig, MeasuredCosts
+from rollcast_automap.profiling.measured_costs import MeasuredConfig, MeasuredCosts
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
 ENGINES = {

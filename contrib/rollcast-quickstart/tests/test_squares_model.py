@@ -24,13 +24,13 @@ from rollcast_data.files import write_jsonl
 from rollcast_data.prompts import PromptDataset
 from rollcast_data.supervised import SupervisedDataset
 from rollcast_data.tokenizer import load_tokenizer
+from rollcast_data.vision.model_inputs import ImageInputs
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_quickstart import squares
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.wire import decode_requests, encode_requests
 from rollcast_testing.ranks import shared_ranks
-from rollcast_vision.model_inputs import ImageInputs
 
 SETTINGS = ForwardSettings(micro_batch_size_per_gpu=4)
 PATHS = {"max_prompt_length": 64, "max_response_length": 4}

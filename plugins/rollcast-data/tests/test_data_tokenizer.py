@@ -115,7 +115,7 @@ def test_the_image_processor_is_trusted_as_the_tokenizer_is(
         def __init__(self, path: str, trust_remote_code: bool = False) -> None:
             seen.append((path, trust_remote_code))
 
-    monkeypatch.setattr("rollcast_vision.model_inputs.ImageInputs", Inputs)
+    monkeypatch.setattr("rollcast_data.vision.model_inputs.ImageInputs", Inputs)
     make_tokenizer().save_pretrained(str(tmp_path))
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(tmp_path, trust_remote_code=trusts)))
     assert expand_images([], [], {}, tokenizer) == []

@@ -12,6 +12,7 @@ from rollcast import build_section
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig
 from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto, Jagged
+from rollcast_data.vision.model_inputs import ImageInputs
 from rollcast_engine.images import MicroImages
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
@@ -26,7 +27,6 @@ from rollcast_testing.tiny_vision import (
     tiny_vision_folder,
     vision_prompt,
 )
-from rollcast_vision.model_inputs import ImageInputs
 
 RESPONSES = ([9, 8, 7, 6], [4, IMAGE_ID, 5], [VIDEO_ID, 12])
 

@@ -16,8 +16,8 @@ import pytest
 
 from rollcast.contracts.tracker import trackers
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast_report.tracker_set import TrackerSet
 from rollcast_report.services.background import BackgroundTracker
+from rollcast_report.tracker_set import TrackerSet
 
 NAMES = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 

@@ -41,7 +41,7 @@ def split_images(row: Row, config: DataConfig) -> tuple[list[dict[str, Any]], tu
         DataError: the prompt is no list of messages, an image cannot be read, or the column has another number of
             images than the messages have marks or parts without an image.
     """
-    from rollcast_vision.images import read_image
+    from rollcast_data.vision.images import read_image
 
     messages = row.find(config.prompt_key)
     where = f"{row.location}: {config.prompt_key}"
@@ -97,7 +97,7 @@ def expand_images(
         DataError: a prompt has another number of placeholders than images.
         ConfigError: the model takes no images.
     """
-    from rollcast_vision.model_inputs import ImageInputs
+    from rollcast_data.vision.model_inputs import ImageInputs
 
     # The tokenizer's folder is that of the image processor, and the user trusts its code or not.
     inputs = ImageInputs(tokenizer.name_or_path, getattr(tokenizer, TRUSTS_CODE, False))

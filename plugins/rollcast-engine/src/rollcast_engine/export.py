@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from rollcast.contracts.weights import find_stacked, keep_float32, split_stacked
 from rollcast.errors import CheckpointError
+from rollcast_data.vision.model_inputs import auto_class_name
 from rollcast_engine.hf import (
     ValueModel,
     checkpoint_parameters,
@@ -23,7 +24,6 @@ from rollcast_engine.hf import (
     transformer,
 )
 from rollcast_engine.safetensors_writer import SHARD_BYTES, SafetensorsWriter
-from rollcast_vision.model_inputs import auto_class_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,7 +13,7 @@ import torch
 
 from rollcast.contracts.rollout import MULTI_MODAL_DATA
 from rollcast.protocol import DataProto
-from rollcast_vision.model_inputs import ImageInputs, images_of
+from rollcast_data.vision.model_inputs import ImageInputs, images_of
 
 if TYPE_CHECKING:
     from rollcast_engine._rows import MicroBatch

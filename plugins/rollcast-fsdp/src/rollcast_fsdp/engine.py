@@ -16,6 +16,7 @@ from rollcast.contracts.engine import EngineCapabilities, EngineSetup
 from rollcast.contracts.rollout import ROUTED_EXPERTS
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
+from rollcast_data.vision.model_inputs import ImageInputs, is_vision_model
 from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
@@ -40,7 +41,6 @@ from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, local_part, shard_module
 from rollcast_fsdp.step import TokenForward
 from rollcast_fsdp.tensors import ModelTensors
-from rollcast_vision.model_inputs import ImageInputs, is_vision_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,13 +15,13 @@ from torch import nn
 
 from rollcast.contracts.weights import StackedWeights, find_stacked, has_prefixed_files, keep_float32
 from rollcast.errors import CheckpointError, ConfigError
+from rollcast_data.vision.model_inputs import auto_class_name, is_vision_model
 from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, transformer
 from rollcast_engine.keys import EngineKeyError
 from rollcast_engine.lora import attach_adapter
 from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters, read_stacked
-from rollcast_vision.model_inputs import auto_class_name, is_vision_model
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from rollcast.contracts.rollout import SamplingParams
+from rollcast_data.vision.model_inputs import ImageInputs
 from rollcast_hf.routing import RoutingRecorder
 from rollcast_hf.sampling import TokenSampler
 from rollcast_serving.stops import StopMatcher
-from rollcast_vision.model_inputs import ImageInputs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from torch import nn
 from rollcast.contracts.device import disable_tf32, local_device
 from rollcast.contracts.weights import keep_float32
 from rollcast.errors import CheckpointError
+from rollcast_data.vision.model_inputs import auto_class_name
 from rollcast_serving.model_weights import read_model_config
-from rollcast_vision.model_inputs import auto_class_name
 
 __all__ = ["build_model", "load_model", "read_dtype"]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, RolloutSequence, RolloutSetup
 from rollcast.errors import DataError, RequestError
+from rollcast_data.vision.model_inputs import ImageInputs, images_of
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_hf.errors import GenerationError
 from rollcast_serving.engines.job import BaseJob
 from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_serving.stops import StopStrings
-from rollcast_vision.model_inputs import ImageInputs, images_of
 
 __all__ = ["Job", "admit", "check_images"]
 

@@ -30,6 +30,7 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
+from rollcast_data.vision.model_inputs import ImageInputs, is_vision_model
 from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError
@@ -43,7 +44,6 @@ from rollcast_serving.model_weights import ModelWeights, check_adapter, read_mod
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, fit_request
 from rollcast_serving.stops import StopStrings
-from rollcast_vision.model_inputs import ImageInputs, is_vision_model
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine

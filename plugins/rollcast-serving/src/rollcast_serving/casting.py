@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollcast_data.vision.model_inputs import is_vision_model
 from rollcast_serving.model_weights import read_model_config
-from rollcast_vision.model_inputs import is_vision_model
 
 if TYPE_CHECKING:
     import torch

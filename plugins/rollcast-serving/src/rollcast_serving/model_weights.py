@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import AdapterWeights, checkpoint_tensors
 from rollcast.errors import CheckpointError, WeightSyncError
-from rollcast_vision.model_inputs import auto_class_name
+from rollcast_data.vision.model_inputs import auto_class_name
 
 if TYPE_CHECKING:
     from torch import Tensor

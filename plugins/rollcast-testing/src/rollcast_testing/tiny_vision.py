@@ -1,6 +1,6 @@
 """Tiny vision-language models of the Qwen-VL kind and images for tests, and their log-probs by transformers alone.
 
-Nothing is downloaded. The module needs transformers, tokenizers, Pillow and rollcast-vision.
+Nothing is downloaded. The module needs transformers, tokenizers, Pillow and rollcast-data.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def noise_image(seed: int, width: int = 24, height: int = 16) -> bytes:
 
 def vision_prompt(folder: Path, *parts: Sequence[int] | bytes) -> tuple[list[int], tuple[bytes, ...]]:
     """Return the ids of a prompt of texts (ids) and images (PNG files), and its images."""
-    from rollcast_vision.model_inputs import ImageInputs
+    from rollcast_data.vision.model_inputs import ImageInputs
 
     images = tuple(part for part in parts if isinstance(part, bytes))
     ids = [
@@ -174,7 +174,7 @@ def image_log_probs(
     """
     from transformers import AutoImageProcessor
 
-    from rollcast_vision.images import decode_image
+    from rollcast_data.vision.images import decode_image
 
     read = [_END if each in {IMAGE_ID, VIDEO_ID} else each for each in tokens]
     ids = torch.tensor([[*prompt, *read]])

@@ -16,7 +16,7 @@ from rollcast.errors import ConfigError, RollcastError, RolloutError
 from rollcast_vllm.load import LoadReader
 
 if TYPE_CHECKING:
-    from rollcast_vision.model_inputs import ImageInputs
+    from rollcast_data.vision.model_inputs import ImageInputs
 
 __all__ = ["EngineThread", "NodePart", "build_llm", "call_workers", "prepare_llm"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutRequest
 from rollcast.errors import DataError, RequestError
-from rollcast_vision.model_inputs import ImageInputs, Images, images_of
+from rollcast_data.vision.model_inputs import ImageInputs, Images, images_of
 
 __all__ = ["ImagePrompts", "build_items"]
 

@@ -16,7 +16,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
 from rollcast.errors import ConfigError
-from rollcast_vision.model_inputs import ImageInputs
+from rollcast_data.vision.model_inputs import ImageInputs
 from rollcast_vllm.images import build_items
 
 __all__ = ["register_processor"]

@@ -23,6 +23,7 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
+from rollcast_data.vision.model_inputs import is_vision_model
 from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.engines.arguments import (
     has_gpu,
@@ -36,7 +37,6 @@ from rollcast_serving.model_weights import ModelWeights, check_adapter, read_mod
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
-from rollcast_vision.model_inputs import is_vision_model
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, NodePart, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast_profiling.contract import BaseProfiler, ProfilerConfig
-from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
+from rollcast_automap.profiling.contract import BaseProfiler, ProfilerConfig
+from rollcast_automap.profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 
 __all__ = ["NsysProfiler", "TorchMemoryProfiler", "TorchProfiler"]
 

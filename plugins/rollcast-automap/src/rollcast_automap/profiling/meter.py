@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rollcast import WorkerGroup
 from rollcast.errors import ConfigError
-from rollcast_profiling.devices import DeviceInfo, describe_device
-from rollcast_profiling.flops import ModelFlops, Pass, read_model_flops
-from rollcast_profiling.memory_watch import Peak, start_watch, take_peaks
+from rollcast_automap.profiling.devices import DeviceInfo, describe_device
+from rollcast_automap.profiling.flops import ModelFlops, Pass, read_model_flops
+from rollcast_automap.profiling.memory_watch import Peak, start_watch, take_peaks
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import Role, is_served
 

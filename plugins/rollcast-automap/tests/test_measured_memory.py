@@ -10,9 +10,9 @@ import pytest
 
 from rollcast.contracts.mapping import Lengths, MemoryParts, Mesh, Placement, Pool, Problem, RoleSpec
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_profiling.costs import CostTable, Measurement, RoleLayout
-from rollcast_profiling.devices import DeviceInfo
-from rollcast_profiling.measured_costs import MeasuredConfig, MeasuredCosts
+from rollcast_automap.profiling.costs import CostTable, Measurement, RoleLayout
+from rollcast_automap.profiling.devices import DeviceInfo
+from rollcast_automap.profiling.measured_costs import MeasuredConfig, MeasuredCosts
 from rollcast_testing.mapping import small_problem
 
 RANKS = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcast import Worker
-from rollcast_profiling.contract import BaseProfiler, ProfilerConfig, profilers
+from rollcast_automap.profiling.contract import BaseProfiler, ProfilerConfig, profilers
 
 __all__ = ["ProfilerSpec", "check_process", "start_profiler", "stop_profiler"]
 

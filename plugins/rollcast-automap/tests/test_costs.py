@@ -16,12 +16,12 @@ from typer.testing import CliRunner, Result
 from rollcast.cli.app import build_app
 from rollcast.errors import DataError
 from rollcast.protocol import DataProto
+from rollcast_automap.profiling.cost_job import a_step
+from rollcast_automap.profiling.costs import PHASES, CostTable, Measurement, RoleLayout, read_costs
+from rollcast_automap.profiling.devices import DeviceInfo
+from rollcast_automap.profiling.flops import read_model_flops
+from rollcast_automap.profiling.passes import PassShape, random_rows
 from rollcast_fsdp.engine import FsdpEngine
-from rollcast_profiling.cost_job import a_step
-from rollcast_profiling.costs import PHASES, CostTable, Measurement, RoleLayout, read_costs
-from rollcast_profiling.devices import DeviceInfo
-from rollcast_profiling.flops import read_model_flops
-from rollcast_profiling.passes import PassShape, random_rows
 from rollcast_serving.sampler import InProcessSampler
 
 GRID = ["--batch-sizes", "1,3", "--lengths", "4,12", "--new-tokens", "4", "--repeats", "2"]

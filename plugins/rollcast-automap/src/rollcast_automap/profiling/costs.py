@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from rollcast.contracts.files import replace_file
 from rollcast.errors import ConfigError, DataError
-from rollcast_profiling.devices import DeviceInfo
+from rollcast_automap.profiling.devices import DeviceInfo
 
 __all__ = ["PHASES", "SCHEMA", "VERSION", "CostTable", "Measurement", "Phase", "RoleLayout", "read_costs"]
 

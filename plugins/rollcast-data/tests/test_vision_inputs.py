@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollcast.errors import CapabilityError, DataError
+from rollcast_data.vision.images import decode_image, read_image
+from rollcast_data.vision.model_inputs import ImageInputs, images_of
+from rollcast_data.vision.positions import mrope_positions
 from rollcast_testing.tiny_vision import noise_image, tiny_vision_folder, vision_prompt
-from rollcast_vision.images import decode_image, read_image
-from rollcast_vision.model_inputs import ImageInputs, images_of
-from rollcast_vision.positions import mrope_positions
 
 IMAGE = 5
 
@@ -113,7 +113,7 @@ def test_a_cut_prompt_is_refused() -> None:
 
 def test_images_may_be_processed_in_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two images, so that threads evict what others use."""
-    monkeypatch.setattr("rollcast_vision.model_inputs._CACHE_BYTES", 2 * 24 * 96 * 4)
+    monkeypatch.setattr("rollcast_data.vision.model_inputs._CACHE_BYTES", 2 * 24 * 96 * 4)
     inputs = ImageInputs(tiny_vision_folder(tmp_path / "model"))
     images = [noise_image(seed) for seed in range(5)] * 20
     expected = {image: inputs.pixels([image])[0] for image in images[:5]}

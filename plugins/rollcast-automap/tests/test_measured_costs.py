@@ -19,11 +19,11 @@ from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.composition import predict
 from rollcast_automap.map_command import app as map_app
+from rollcast_automap.profiling.command import app as profile_app
+from rollcast_automap.profiling.costs import CostTable, Measurement, RoleLayout
+from rollcast_automap.profiling.devices import DeviceInfo
+from rollcast_automap.profiling.measured_costs import Grid, MeasuredConfig, MeasuredCosts
 from rollcast_automap.simulation.mapping_simulation import simulate_mapping
-from rollcast_profiling.command import app as profile_app
-from rollcast_profiling.costs import CostTable, Measurement, RoleLayout
-from rollcast_profiling.devices import DeviceInfo
-from rollcast_profiling.measured_costs import Grid, MeasuredConfig, MeasuredCosts
 from rollcast_testing import CostModelSuite
 from rollcast_testing.mapping import small_problem
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollcast.errors import CapabilityError, ConfigError, DataError
-from rollcast_vision.images import decode_image
-from rollcast_vision.positions import Grid, mrope_positions
+from rollcast_data.vision.images import decode_image
+from rollcast_data.vision.positions import Grid, mrope_positions
 
 __all__ = ["ImageInputs", "Images", "auto_class_name", "images_of", "is_vision_model"]
 

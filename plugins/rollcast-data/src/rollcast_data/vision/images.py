@@ -92,5 +92,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
-        raise ConfigError('images need Pillow; install it with: pip install "rollcast-vision[images]"') from error
+        raise ConfigError('images need Pillow; install it with: pip install "rollcast-data[images]"') from error
     return Image

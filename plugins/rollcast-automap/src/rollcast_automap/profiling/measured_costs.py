@@ -36,7 +36,7 @@ from rollcast_automap.costs.decoding import read_decoding
 from rollcast_automap.costs.length_curve import LengthCurve
 from rollcast_automap.measured.measured_run import MeasuredRun, read_run, worker_bytes
 from rollcast_automap.memory.role_memory import longest_of, longest_pass
-from rollcast_profiling.costs import PHASES, CostTable, Phase, RoleLayout, read_costs
+from rollcast_automap.profiling.costs import PHASES, CostTable, Phase, RoleLayout, read_costs
 
 __all__ = ["Grid", "MeasuredConfig", "MeasuredCosts"]
 

@@ -19,10 +19,10 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_automap.memory.memory_model import measure_model
-from rollcast_profiling.costs import CostTable, Measurement, Phase, RoleLayout
-from rollcast_profiling.devices import describe_device
-from rollcast_profiling.flops import ModelFlops, read_model_flops
-from rollcast_profiling.passes import PassShape, measure_passes
+from rollcast_automap.profiling.costs import CostTable, Measurement, Phase, RoleLayout
+from rollcast_automap.profiling.devices import describe_device
+from rollcast_automap.profiling.flops import ModelFlops, read_model_flops
+from rollcast_automap.profiling.passes import PassShape, measure_passes
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.workers.roles import Role
@@ -39,7 +39,7 @@ class Grid:
     """The phases and sizes to measure.
 
     Attributes:
-        phases: phases, some of :data:`~rollcast_profiling.costs.PHASES`.
+        phases: phases, some of :data:`~rollcast_automap.profiling.costs.PHASES`.
         batch_sizes: rows of a data-parallel part.
         lengths: tokens of a row.
         repeats: repetitions of each measurement.

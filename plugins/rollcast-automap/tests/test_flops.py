@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcast.errors import ConfigError
-from rollcast_profiling.devices import find_peak
-from rollcast_profiling.flops import ARCHITECTURES, ModelFlops, read_model_flops
+from rollcast_automap.profiling.devices import find_peak
+from rollcast_automap.profiling.flops import ARCHITECTURES, ModelFlops, read_model_flops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

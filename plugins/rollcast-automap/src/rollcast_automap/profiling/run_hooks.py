@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.worker import ClassWithInitArgs
-from rollcast_profiling.memory_watch import stop_watch
-from rollcast_profiling.meter import StepMeter
-from rollcast_profiling.stepper import StepProfiler, find_step_profiler
+from rollcast_automap.profiling.memory_watch import stop_watch
+from rollcast_automap.profiling.meter import StepMeter
+from rollcast_automap.profiling.stepper import StepProfiler, find_step_profiler
 from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["RunProfiling"]

@@ -15,8 +15,8 @@ from rollcast import Worker
 from rollcast.contracts import marks
 from rollcast.contracts.marks import mark
 from rollcast.errors import WorkerError
-from rollcast_profiling import memory_watch
-from rollcast_profiling.memory_watch import MemoryWatch, Peak, start_watch, stop_watch, take_peaks
+from rollcast_automap.profiling import memory_watch
+from rollcast_automap.profiling.memory_watch import MemoryWatch, Peak, start_watch, stop_watch, take_peaks
 
 HERE = Worker()
 

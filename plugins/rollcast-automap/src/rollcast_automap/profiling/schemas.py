@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Literal
 
 from rollcast.contracts.config import Positive, config
-from rollcast_profiling.contract import ProfilerConfig
+from rollcast_automap.profiling.contract import ProfilerConfig
 
 __all__ = ["NsysConfig", "TorchMemoryConfig", "TorchProfilerConfig"]
 

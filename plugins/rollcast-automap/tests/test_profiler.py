@@ -17,10 +17,10 @@ from rollcast.config import compose
 from rollcast.contracts.trainer import trainers
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
-from rollcast_profiling.contract import BaseProfiler, profilers
-from rollcast_profiling.schemas import NsysConfig
-from rollcast_profiling.stepper import StepProfiler
-from rollcast_profiling.tools import NsysProfiler
+from rollcast_automap.profiling.contract import BaseProfiler, profilers
+from rollcast_automap.profiling.schemas import NsysConfig
+from rollcast_automap.profiling.stepper import StepProfiler
+from rollcast_automap.profiling.tools import NsysProfiler
 from rollcast_ray import RayRuntime
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.workers.roles import Role

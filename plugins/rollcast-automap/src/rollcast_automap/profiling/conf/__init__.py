@@ -1,8 +1,8 @@
 """Configuration files of the profilers."""
 
 from rollcast.contracts.config import ConfigSchema
-from rollcast_profiling.contract import ProfilerConfig, profilers
-from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
+from rollcast_automap.profiling.contract import ProfilerConfig, profilers
+from rollcast_automap.profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 
 __all__ = ["SCHEMAS", "profilers"]  # exported because profiler names in a config are checked against the registry
 

@@ -19,8 +19,8 @@ from rollcast.contracts.command import (
 )
 
 if TYPE_CHECKING:
-    from rollcast_profiling.cost_job import Grid
-    from rollcast_profiling.costs import CostTable, Measurement, Phase
+    from rollcast_automap.profiling.cost_job import Grid
+    from rollcast_automap.profiling.costs import CostTable, Measurement, Phase
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "profile"]
@@ -68,7 +68,7 @@ def profile(
     """
     hide_library_bars()
     trainer, target = _build(overrides or [], config_dir, output)
-    from rollcast_profiling.cost_job import CostJob
+    from rollcast_automap.profiling.cost_job import CostJob
 
     grid = _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens)
     job = CostJob(trainer, replace(grid, response_share=response_share))
@@ -108,8 +108,8 @@ def _grid(
 ) -> Grid:
     from rollcast_automap.memory.role_specs import largest_pass
     from rollcast_automap.plan import find_algebra
-    from rollcast_profiling.cost_job import Grid
-    from rollcast_profiling.costs import check_sizes
+    from rollcast_automap.profiling.cost_job import Grid
+    from rollcast_automap.profiling.costs import check_sizes
 
     data = trainer.task.data
     longest = data.max_prompt_length + data.max_response_length
@@ -137,7 +137,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _phases(text: str) -> list[Phase]:
     from rollcast.errors import ConfigError
-    from rollcast_profiling.costs import PHASES
+    from rollcast_automap.profiling.costs import PHASES
 
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in wanted if part not in PHASES]

@@ -1,1 +1,0 @@
-"""Images in prompts: reading, placeholder tokens and model inputs."""
