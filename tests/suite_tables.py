@@ -17,7 +17,11 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "conformance.md"
 BEGIN, END = "<!-- suites: begin -->", "<!-- suites: end -->"
 #: Modules that export suites.
-MODULES = ("rollcast_testing", "rollcast_agents.testing")
+MODULES = (
+    "rollcast_testing",
+    *("rollcast_agents.testing", "rollcast_algorithms.testing", "rollcast_automap.testing", "rollcast_data.testing"),
+    *("rollcast_engine.testing", "rollcast_serving.testing"),
+)
 #: Suite → the groups of plugins that it tests.
 GROUPS = {
     "AdmissionSuite": "admissions",

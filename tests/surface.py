@@ -1,4 +1,4 @@
-"""The declared surface of the core: its signatures as text, and the API reference made from them.
+"""The declared surface of the core and the contracts of other distributions: their signatures as text, and the API reference made from them.
 
 ``python tests/surface.py`` rewrites ``tests/surface.txt`` and ``docs/api.md``; ``test_surface.py`` keeps both current.
 """
@@ -21,16 +21,19 @@ COMMAND = "nox -s surface"
 
 _TITLE = f"""# API reference
 
-These are the names of the core that a plugin may import: its declared surface. Everything else is private. Every change
-of a signature is listed in the change log. `{COMMAND}` generates this page.
+These are the names that a plugin may import: the declared surface of the core, and the contracts that other distributions
+host. Everything else of the core is private. Every change of a signature is listed in the change log. `{COMMAND}`
+generates this page.
 """
 
 
 def modules() -> list[str]:
-    """Return the names of the surface's modules; new contracts are included."""
+    """Return the names of the surface's modules: the core's, and the contracts that other distributions host."""
     contracts = importlib.import_module("rollcast.contracts")
-    found = sorted(f"rollcast.contracts.{module.name}" for module in pkgutil.iter_modules(contracts.__path__))
-    return ["rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins", *found]
+    core = sorted(f"rollcast.contracts.{module.name}" for module in pkgutil.iter_modules(contracts.__path__))
+    files = [*REPOSITORY.glob("plugins/*/src/*/contract.py"), *REPOSITORY.glob("plugins/*/src/*/contracts/[a-z]*.py")]
+    hosted = sorted(".".join(file.relative_to(REPOSITORY).with_suffix("").parts[3:]) for file in files)
+    return ["rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins", *core, *hosted]
 
 
 def public_names(module: Any) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.errors import DataError, RendererError
+from rollcast_agents.contracts.renderer import RendererSetup
 
 pytest.importorskip("rollcast_agents")
 pytest.importorskip("rollcast_data")

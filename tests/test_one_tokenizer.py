@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.contracts.tokenizer import read_tokenizer
+from rollcast_agents.contracts.renderer import RendererSetup
 
 pytest.importorskip("rollcast_agents")
 pytest.importorskip("rollcast_data")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast_agents import records
+from rollcast_agents.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast_report import trajectories
 
 

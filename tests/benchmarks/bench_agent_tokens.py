@@ -25,9 +25,9 @@ import torch
 from _report import Comparison, write_report
 from openai import AsyncOpenAI
 
-from rollcast.contracts.renderer import Message, RendererSetup
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSetup, SamplingParams, rollouts
-from rollcast.contracts.trajectory import Trajectory
+from rollcast_agents.contracts.renderer import Message, RendererSetup
+from rollcast_agents.contracts.trajectory import Trajectory
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_agents.session import RecordingSession

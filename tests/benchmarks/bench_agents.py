@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.tool import tools
+from rollcast_agents.contracts.tool import tools
 from rollcast_agents.host import AgentHost, HostSetup, Rollout
 from rollcast_agents.schemas import AgentConfig
 

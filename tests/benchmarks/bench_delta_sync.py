@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollcast_serving.casting import WeightCast
+from rollcast_serving.contracts.weight_sync import SyncSettings
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.syncs.delta import DeltaSync
-from rollcast_serving.weight_sync import SyncSettings
 
 STEPS = 6
 RATES = (1e-7, 1e-6, 1e-5)

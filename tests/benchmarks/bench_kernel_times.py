@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollcast import build_section
-from rollcast.contracts.mapping import (
+from rollcast_automap.contract import (
     Lengths,
     Mesh,
     ModelFacts,

@@ -16,7 +16,7 @@ from _report import Comparison, write_report
 from rich.console import Console
 from rich.table import Table
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.contract import (
     Cluster,
     Constraints,
     Lengths,

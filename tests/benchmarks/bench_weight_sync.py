@@ -23,9 +23,9 @@ import torch
 
 from rollcast.contracts.weights import WeightReport
 from rollcast_serving.casting import WeightCast
+from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.server import IncomingWeights
-from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 
 class Parameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from rollcast_testing import PreprocessorSuite
+from rollcast_data.testing import PreprocessorSuite
 
 
 class TestCalculations(PreprocessorSuite):

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from rollcast_testing import PreprocessorSuite
+from rollcast_data.testing import PreprocessorSuite
 
 
 class TestSmolLMWords(PreprocessorSuite):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollcast.contracts.renderer import RendererSetup
+from rollcast_agents.contracts.renderer import RendererSetup
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_data.conversations import ConversationDataset
 from rollcast_data.prompts import PromptDataset

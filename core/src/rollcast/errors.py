@@ -142,7 +142,7 @@ class SessionEnded(RollcastError, RuntimeError):
     """A session's budget allows no further reply.
 
     Attributes:
-        end: reason, one of :data:`rollcast.contracts.trajectory.ENDS`.
+        end: reason, such as ``length`` or ``max_turns``.
     """
 
     def __init__(self, message: str, end: str = "length") -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message
-from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
 
 
 def block(key: str) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.session import Budget
+from rollcast_agents.contracts.renderer import RendererSetup
+from rollcast_agents.contracts.session import Budget
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_agents.session import RecordingSession
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.tool import BaseTool
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.tool import BaseTool
 from rollcast_testing.misbehaviour import misbehave
 
 

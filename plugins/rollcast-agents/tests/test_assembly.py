@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.trajectory import Segment, Trajectory, VersionRun
 from rollcast_agents.assembly import assemble_trajectories
+from rollcast_agents.contracts.trajectory import Segment, Trajectory, VersionRun
 
 
 def given_tokens(ids, turn=0):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollcast.contracts.environment import BaseEnvironment, Observation, environments
 from rollcast.contracts.reward import RewardSample, rewards
-from rollcast.contracts.trajectory import Segment, Trajectory, VersionRun
 from rollcast.errors import DataError
 from rollcast_agents.commands import replay_app, validate_app
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation, environments
+from rollcast_agents.contracts.trajectory import Segment, Trajectory, VersionRun
 from rollcast_agents.records import Record, load_records, record_path, save_records
 from rollcast_testing.tiny import tiny_model_folder
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError
 from rollcast_agents.commands import validate_app
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.gem import Gem
 from rollcast_agents.environments.own_random import OwnRandom
 from rollcast_agents.environments.textarena import TextArena

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 from agent_tools import ScriptedEngine, check_accounting, make_renderer, make_session, user
 
-from rollcast.contracts.agent_loop import AgentLoopSetup
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.session import Budget
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup
+from rollcast_agents.contracts.session import Budget
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.loops.program import ProgramLoop
 from rollcast_agents.runner import Limits, RolloutRunner

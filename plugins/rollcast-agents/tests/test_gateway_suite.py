@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams
+from rollcast_agents.contracts.renderer import RendererSetup
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_agents.session import RecordingSession
-from rollcast_testing.openai_api import OpenAISuite
-from rollcast_testing.openai_server import ScriptedRollout, ServedApi, build_byte_tokenizer, serve_in_thread
+from rollcast_serving.testing.openai_api import OpenAISuite
+from rollcast_serving.testing.openai_server import ScriptedRollout, ServedApi, build_byte_tokenizer, serve_in_thread
 
 
 class TestGateway(OpenAISuite):

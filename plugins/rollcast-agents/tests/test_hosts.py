@@ -12,12 +12,12 @@ import pytest
 from agent_plugins import Look, World, block
 from agent_tools import user, write_tokenizer
 
-from rollcast.contracts.agent_loop import agent_loops
-from rollcast.contracts.environment import environments
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.tool import tools
-from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError, PluginNotFoundError
+from rollcast_agents.contracts.agent_loop import agent_loops
+from rollcast_agents.contracts.environment import environments
+from rollcast_agents.contracts.tool import tools
+from rollcast_agents.contracts.trajectory import Trajectory
 from rollcast_agents.host import AgentHost, HostSetup, Rollout, check_names
 from rollcast_agents.loops.turns import EnvironmentLoop
 from rollcast_agents.schemas import AgentConfig, StragglersConfig

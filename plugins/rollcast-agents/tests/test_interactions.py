@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 from agent_tools import ScriptedEngine, make_renderer, make_session, user
 
-from rollcast.contracts.agent_loop import AgentLoopSetup
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup
 from rollcast_agents.environments.verl import VerlInteraction, load_interaction_config
 from rollcast_agents.host import check_names
 from rollcast_agents.loops.turns import EnvironmentLoop

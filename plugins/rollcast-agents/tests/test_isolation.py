@@ -12,10 +12,10 @@ import pytest
 from agent_tools import user, write_tokenizer
 from misbehaving import World, look, look_async
 
-from rollcast.contracts.environment import environments
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.tool import tools
-from rollcast.contracts.trajectory import Trajectory
+from rollcast_agents.contracts.environment import environments
+from rollcast_agents.contracts.tool import tools
+from rollcast_agents.contracts.trajectory import Trajectory
 from rollcast_agents.host import AgentHost, HostSetup, Rollout
 from rollcast_agents.schemas import AgentConfig
 from rollcast_testing.misbehaviour import CASES, RAISES

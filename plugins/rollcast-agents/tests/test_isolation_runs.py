@@ -16,9 +16,9 @@ import pytest
 from agent_runs import AgentTask, launch, read_metrics, registered
 from misbehaving import Letters, World
 
-from rollcast.contracts.environment import environments
 from rollcast.contracts.runtime import runtimes
-from rollcast.contracts.tool import tools
+from rollcast_agents.contracts.environment import environments
+from rollcast_agents.contracts.tool import tools
 from rollcast_testing.misbehaviour import CASES, RAISES
 
 pytestmark = pytest.mark.long

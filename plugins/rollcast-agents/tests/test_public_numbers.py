@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollcast.contracts.renderer import Message
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.own_random import OwnRandom
 from rollcast_agents.environments.reasoning_gym import ReasoningGym
 from rollcast_agents.environments.textarena import TextArena

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast.errors import DataError
 from rollcast_agents.assembly import assemble_trajectories
+from rollcast_agents.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast_agents.records import (
     Record,
     load_records,

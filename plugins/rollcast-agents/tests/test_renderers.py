@@ -8,9 +8,9 @@ from agent_tools import CHATML, FORGETFUL, make_renderer, user, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.errors import RendererError
 from rollcast_agents.chat import as_chat
+from rollcast_agents.contracts.renderer import RendererSetup
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_agents.renderers.library import LibraryRenderer
 

@@ -14,12 +14,12 @@ from agent_tools import ScriptedEngine, check_accounting, make_renderer, make_se
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.session import Budget
 from rollcast.errors import RolloutError
 from rollcast.protocol import Jagged
 from rollcast_agents.assembly import assemble_trajectories
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.session import Budget
 from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.loops.turns import EnvironmentLoop, SingleTurnLoop, ToolLoop
 from rollcast_agents.runner import Limits, RolloutRunner

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
-from rollcast.contracts.session import Budget
 from rollcast.errors import RolloutError, SessionEnded
 from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.chat import as_chat
+from rollcast_agents.contracts.session import Budget
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from rollcast.contracts.renderer import Message, ToolCall
+from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
 from rollcast_agents.commands import validate_app
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.reasoning_gym import ReasoningGym
 from rollcast_agents.testing import EnvironmentSuite, ToolSuite
 from rollcast_agents.tools.box import ToolBox, ToolLimits

@@ -10,12 +10,13 @@ from typing import ClassVar
 import pytest
 from agent_tools import FORGETFUL, write_tokenizer
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
 from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.runner import GuardedEnvironment, Limits
 from rollcast_agents.testing import AgentLoopSuite, EnvironmentSuite, RendererSuite, ScriptedSession, ToolSuite
 from rollcast_agents.tools.functions import FunctionTool
-from rollcast_testing import CommandSuite, PreprocessorSuite
+from rollcast_data.testing import PreprocessorSuite
+from rollcast_testing import CommandSuite
 
 
 class Guess:

@@ -10,8 +10,8 @@ from agent_tools import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.renderer import RendererSetup
 from rollcast.errors import RendererError
+from rollcast_agents.contracts.renderer import RendererSetup
 from rollcast_agents.renderers.library import LibraryRenderer
 from rollcast_agents.tool_formats import FORMATS, tool_format
 

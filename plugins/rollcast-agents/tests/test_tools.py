@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from rollcast.contracts.renderer import ToolCall
-from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.functions import FunctionTool
 

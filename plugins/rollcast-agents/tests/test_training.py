@@ -11,9 +11,9 @@ import torch
 from agent_plugins import Killing
 from agent_runs import AgentTask, Dying, launch, read_metrics, registered, set_up
 
-from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome, agent_loops
-from rollcast.contracts.environment import environments
 from rollcast.errors import ConfigError, RolloutError
+from rollcast_agents.contracts.agent_loop import BaseAgentLoop, Outcome, agent_loops
+from rollcast_agents.contracts.environment import environments
 from rollcast_agents.records import load_records, load_trajectories, record_path
 
 

@@ -20,13 +20,8 @@ from rollcast.contracts.algorithm import (
     policy_losses,
 )
 from rollcast_algorithms.kl_controllers import kl_controllers
-from rollcast_testing import (
-    AdvantageSuite,
-    KlControllerSuite,
-    KlPenaltySuite,
-    LossAggregationSuite,
-    PolicyLossSuite,
-)
+from rollcast_algorithms.testing import KlControllerSuite
+from rollcast_testing import AdvantageSuite, KlPenaltySuite, LossAggregationSuite, PolicyLossSuite
 
 
 def scored(scores: list[float], groups: list[int], **more: Any) -> AdvantageInputs:

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from rollcast import build_section
-from rollcast.contracts.mapping import Lengths, Mesh, ModelFacts, Placement, Pool, Problem, StageCost, StageSpec
 from rollcast.errors import ConfigError
+from rollcast_automap.contract import Lengths, Mesh, ModelFacts, Placement, Pool, Problem, StageCost, StageSpec
 from rollcast_automap.costs.aiconfigurator import AiconfiguratorConfig, AiconfiguratorCosts, KernelSeconds, KernelTimes
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.search.planners import BranchAndBound
-from rollcast_testing import CostModelSuite
-from rollcast_testing.mapping import small_problem
+from rollcast_automap.testing import CostModelSuite, small_problem
 
 needs_database = pytest.mark.skipif(
     importlib.util.find_spec("aiconfigurator_core") is None, reason="aiconfigurator-core is not installed"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.contract import (
     Cluster,
     DeviceKind,
     Lengths,

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from rollcast import build_section
-from rollcast.contracts.mapping import Cluster, Pool
 from rollcast.errors import ConfigError
+from rollcast_automap.contract import Cluster, Pool
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.device_kinds import ACCELERATOR_TYPES, DEVICE_KINDS, LINK_BANDWIDTHS, PEAK_TFLOPS
 from rollcast_automap.problem import _pool_overrides
 from rollcast_automap.search.planners import BranchAndBound, Exhaustive
-from rollcast_testing.mapping import small_problem
+from rollcast_automap.testing import small_problem
 
 
 def cluster(**options: Any) -> Cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast_testing import CostModelSuite, PlannerSuite
+from rollcast_automap.testing import CostModelSuite, PlannerSuite
 
 
 class TestAnalyticalCosts(CostModelSuite):

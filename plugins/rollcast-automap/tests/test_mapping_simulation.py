@@ -17,8 +17,9 @@ from dataclasses import replace
 
 import pytest
 
-from rollcast.contracts.admission import AdmissionSettings
-from rollcast.contracts.mapping import (
+from rollcast.errors import ConfigError
+from rollcast_automap.composition import predict
+from rollcast_automap.contract import (
     Cluster,
     GenerationSpeed,
     Lengths,
@@ -33,14 +34,13 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast.errors import ConfigError
-from rollcast_automap.composition import predict
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import DEVICE_KINDS
 from rollcast_automap.costs.length_curve import LengthCurve
 from rollcast_automap.simulation.gantt_page import render_gantt
 from rollcast_automap.simulation.mapping_simulation import Replica, ReplicaUse, simulate_mapping
 from rollcast_serving.admissions import WindowedFifo
+from rollcast_serving.contracts.admission import AdmissionSettings
 
 COSTS = AnalyticalCosts(AnalyticalConfig())
 MODELS = (

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 from trainer_tools import SmallTask, launch
 from typer.testing import CliRunner
 
-from rollcast.contracts.mapping import Lengths, Mesh, Placement, Pool, Problem, StageCost
-from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.composition import predict
+from rollcast_automap.contract import Lengths, Mesh, Placement, Pool, Problem, StageCost
+from rollcast_automap.contract import Mapping as RoleMapping
 from rollcast_automap.map_command import app as map_app
 from rollcast_automap.profiling.command import app as profile_app
 from rollcast_automap.profiling.costs import CostTable, Measurement, RoleLayout
 from rollcast_automap.profiling.devices import DeviceInfo
 from rollcast_automap.profiling.measured_costs import Grid, MeasuredConfig, MeasuredCosts
 from rollcast_automap.simulation.mapping_simulation import simulate_mapping
-from rollcast_testing import CostModelSuite
-from rollcast_testing.mapping import small_problem
+from rollcast_automap.testing import CostModelSuite, small_problem
 
 ROWS, LENGTHS = (1, 16, 64), (64, 512)
 Law = Callable[[int, int], float]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollcast.contracts.mapping import Lengths, MemoryParts, Mesh, Placement, Pool, Problem, RoleSpec
+from rollcast_automap.contract import Lengths, MemoryParts, Mesh, Placement, Pool, Problem, RoleSpec
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.profiling.costs import CostTable, Measurement, RoleLayout
 from rollcast_automap.profiling.devices import DeviceInfo
 from rollcast_automap.profiling.measured_costs import MeasuredConfig, MeasuredCosts
-from rollcast_testing.mapping import small_problem
+from rollcast_automap.testing import small_problem
 
 RANKS = 2
 BASE, PER_TOKEN = 5_000_000_000, 2_000_000

@@ -10,10 +10,10 @@ import pytest
 
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.mapping import Cluster, DeviceKind, Mesh, Node, Placement, Pool, Problem, RoleSpec
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import pool_bytes
+from rollcast_automap.contract import Cluster, DeviceKind, Mesh, Node, Placement, Pool, Problem, RoleSpec
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.memory.memory_facts import plan_memory
 from rollcast_automap.memory.memory_model import measure_model

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from rollcast.cli.app import build_app
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.mapping import Mesh, ModelFacts, RoleSpec
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast_algorithms import full
 from rollcast_automap.composition import held_bytes, pool_bytes
+from rollcast_automap.contract import Mesh, ModelFacts, RoleSpec
 from rollcast_automap.memory.engine_layout import EngineLayout, describe_engine, has_known_keys
 from rollcast_automap.memory.memory_facts import format_bytes
 from rollcast_automap.memory.memory_model import (

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollcast.contracts.mapping import (
+from rollcast.errors import ResourceError
+from rollcast_automap.contract import (
     BaseCostModel,
     Cluster,
     Constraints,
@@ -29,7 +30,6 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
-from rollcast.errors import ResourceError
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.search.planners import BranchAndBound, Exhaustive, HybridFlow
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollcast.contracts.mapping import (
+from rollcast.errors import ResourceError
+from rollcast_automap.contract import (
     Cluster,
     Constraints,
     Lengths,
@@ -27,7 +28,6 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast.errors import ResourceError
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import DEVICE_KINDS
 from rollcast_automap.search.planners import HybridFlow

@@ -10,7 +10,8 @@ import statistics
 
 import pytest
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.composition import predict
+from rollcast_automap.contract import (
     Cluster,
     Lengths,
     Mapping,
@@ -23,7 +24,6 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast_automap.composition import predict
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.device_kinds import DEVICE_KINDS

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from rollcast_data.contract import datasets, preprocessors
 from rollcast_data.files import write_jsonl, write_parquet
-from rollcast_testing import CommandSuite, DatasetSuite, PreprocessorSuite
+from rollcast_data.testing import DatasetSuite, PreprocessorSuite
+from rollcast_testing import CommandSuite
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from rollcast.contracts.engine import OptimConfig
 from rollcast_engine.optim import optimizers
-from rollcast_testing import CommandSuite, OptimizerSuite
+from rollcast_engine.testing import OptimizerSuite
+from rollcast_testing import CommandSuite
 
 
 class TestAdamw(OptimizerSuite):

@@ -11,7 +11,7 @@ from rollcast.contracts.rollout import RolloutCapabilities, SamplingParams
 from rollcast.errors import CapabilityError
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.sync import InProcessSync
-from rollcast_testing import WeightSyncSuite
+from rollcast_serving.testing import WeightSyncSuite
 
 
 def test_binds_once_and_moves_the_version(rollout: HfRollout, model: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollcast.contracts.tool import ToolResult
+from rollcast_agents.contracts.tool import ToolResult
 from rollcast_rewards.tools import Gsm8kTool
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.admission import AdmissionSettings, AdmissionView, BaseAdmission, Selection, admissions
 from rollcast_serving.admissions import Capacity, Drop, WindowedFifo
+from rollcast_serving.contracts.admission import AdmissionSettings, AdmissionView, BaseAdmission, Selection, admissions
 from rollcast_serving.service import GroupQueue
 from rollcast_serving.simulation import TrainingPlan, simulate_training
-from rollcast_testing import AdmissionSuite
-from rollcast_testing.admission import _Game
+from rollcast_serving.testing import AdmissionSuite
+from rollcast_serving.testing.admissions import _Game
 
 
 def heavy_tailed(seed: int, samples: int = 4) -> Callable[[int], Sequence[float]]:

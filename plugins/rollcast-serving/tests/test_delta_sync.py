@@ -18,8 +18,8 @@ from serving_tools import KeepingTarget, ListEngine
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.casting import WeightCast
+from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.syncs import delta
-from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -13,10 +13,10 @@ from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, Rollout
 from rollcast.contracts.runtime import WorkerRaised
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast_serving.contracts.weight_sync import weight_syncs
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.shapes import ReplicaShape, check_spans, split_nodes
-from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.worker import ReplicaWorker
 
 CHOICE = Choice("e", "r", "hybrid", "in_process")

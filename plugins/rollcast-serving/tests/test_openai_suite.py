@@ -12,8 +12,8 @@ from aiohttp import web
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_api import build_openai_app
-from rollcast_testing.openai_api import OpenAISuite
-from rollcast_testing.openai_server import ScriptedRollout, ServedApi, build_byte_tokenizer, serve_in_thread
+from rollcast_serving.testing.openai_api import OpenAISuite
+from rollcast_serving.testing.openai_server import ScriptedRollout, ServedApi, build_byte_tokenizer, serve_in_thread
 
 
 class TestReplicaEndpoint(OpenAISuite):

@@ -24,8 +24,8 @@ from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import ConfigError, PluginNotFoundError, RequestError, RolloutError, WeightSyncError
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
+from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec, find_cause
-from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 pytestmark = pytest.mark.long
 

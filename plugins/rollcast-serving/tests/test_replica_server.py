@@ -26,11 +26,11 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import RequestError, RolloutError
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
+from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_serving.server import build_app
-from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 TOKEN = "token"
 #: Prompt of which nothing has been sampled when it is aborted.

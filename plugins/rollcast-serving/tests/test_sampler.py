@@ -13,10 +13,10 @@ from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.client import ReplicaGoneError
+from rollcast_serving.contracts.weight_sync import SyncInterruptedError, SyncOutcome
 from rollcast_serving.generation import GenerationContractError
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.sampler import Canary, ReplicaSampler
-from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
 
 METRICS = {"sync/seconds": 1.0, "sync/bytes": 8.0, "sync/tensors": 2.0, "sync/load_seconds": 0.5}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollcast_serving.weight_sync import weight_syncs
-from rollcast_testing import WeightSyncSuite
+from rollcast_serving.contracts.weight_sync import weight_syncs
+from rollcast_serving.testing import WeightSyncSuite
 from rollcast_testing.cuda import on_cuda
 
 

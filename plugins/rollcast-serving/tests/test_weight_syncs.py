@@ -26,11 +26,11 @@ from torch.multiprocessing import reductions
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.casting import CastRoom, WeightCast, loaded_dtype
+from rollcast_serving.contracts.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import collective, cuda_ipc, sending, shared_memory
-from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 from rollcast_testing.cuda import needs_devices, on_cuda
 
 SYNCS = ["shared_memory", "cuda_ipc", "collective", "disk", "delta"]

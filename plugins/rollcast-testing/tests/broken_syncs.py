@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities
 from rollcast_serving.syncs.disk import DiskSync
-from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 __all__ = ["Forgiving", "Lazy", "Placeless", "Rounding", "Trusting", "Unbounded"]
 

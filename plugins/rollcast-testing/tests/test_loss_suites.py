@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.engine import OptimConfig
 from rollcast_algorithms.kl_controllers import BaseKlController
-from rollcast_testing import KlControllerSuite, KlPenaltySuite, LossAggregationSuite, OptimizerSuite
+from rollcast_algorithms.testing import KlControllerSuite
+from rollcast_engine.testing import OptimizerSuite
+from rollcast_testing import KlPenaltySuite, LossAggregationSuite
 
 
 def k2(log_probs: Tensor, ref: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollcast.contracts.mapping import (
+from rollcast.errors import ResourceError
+from rollcast_automap.contract import (
     BaseCostModel,
     BasePlanner,
     Constraints,
@@ -25,8 +26,7 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
-from rollcast.errors import ResourceError
-from rollcast_testing.mapping import CostModelSuite, PlannerSuite, _Prices
+from rollcast_automap.testing import CostModelSuite, PlannerSuite, _Prices
 
 
 class TestPrices(CostModelSuite):

@@ -23,9 +23,11 @@ from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.contract import BaseDataset, BasePreprocessor, PreprocessReport
 from rollcast_data.files import write_jsonl
+from rollcast_data.testing import DatasetSuite, PreprocessorSuite
+from rollcast_serving.contracts.weight_sync import BaseWeightSync
 from rollcast_serving.syncs.disk import DiskSync
-from rollcast_serving.weight_sync import BaseWeightSync
-from rollcast_testing import DatasetSuite, PreprocessorSuite, TrackerSuite, TrainerSuite, WeightSyncSuite
+from rollcast_serving.testing import WeightSyncSuite
+from rollcast_testing import TrackerSuite, TrainerSuite
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_testing.trainer import TrainerTask
 

@@ -1,11 +1,11 @@
-"""Rendering by a tokenizer's chat template, and what any template writes after a reply."""
+"""Conversations in OpenAI's format, their rendering by a tokenizer's chat template, and what follows a reply."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollcast.errors import RendererError
@@ -13,10 +13,33 @@ from rollcast.errors import RendererError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate", "Closing", "join_replies"]
+__all__ = ["ChatMessage", "ChatTemplate", "Closing", "ToolCall", "ToolSchema", "join_replies"]
 
 logger = logging.getLogger(__name__)
 _MARK = "rollcast-mark"
+
+
+#: A message in OpenAI's chat format: ``role``, ``content``, optionally ``tool_calls``, ``tool_call_id``, ``name``.
+ChatMessage = Mapping[str, Any]
+#: A function in OpenAI's format: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+ToolSchema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote.
+
+    Attributes:
+        name: name of the tool; empty if it could not be parsed.
+        arguments: arguments by name; empty if they could not be parsed.
+        call_id: id by which the tool's result refers to this call.
+        error: description of a malformed call, as text for the model; empty for a well-formed call.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

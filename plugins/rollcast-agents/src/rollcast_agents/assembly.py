@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from rollcast.contracts.rollout import ROUTED_EXPERTS
-from rollcast.contracts.trajectory import Segment, Trajectory
 from rollcast.protocol import DataProto, Jagged
+from rollcast_agents.contracts.trajectory import Segment, Trajectory
 from rollcast_serving.generation import joined_routes
 
 __all__ = ["assemble_trajectories"]

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.renderer import ChatMessage, Message, ToolCall
+from rollcast.contracts.chat_template import ChatMessage, ToolCall
 from rollcast.errors import RendererError
+from rollcast_agents.contracts.renderer import Message
 
 __all__ = ["as_chat", "for_template", "key_of", "text_of", "tool_message"]
 

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message, ToolSchema
-from rollcast.contracts.tool import BaseTool, ToolResult
-from rollcast.contracts.trajectory import Boundary
+from rollcast.contracts.chat_template import ToolSchema
 from rollcast.contracts.user_processes import UserProcess, UserProcesses, describe_status
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
+from rollcast_agents.contracts.trajectory import Boundary
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.frames import read_frame, write_frame
 from rollcast_agents.schemas import AgentConfig

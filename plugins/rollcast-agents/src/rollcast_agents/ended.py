@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.trajectory import Boundary
+from rollcast_agents.contracts.trajectory import Boundary
 
 __all__ = ["ProcessEnded"]
 

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollcast import WorkerGroup, build_section
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.trajectory import Trajectory
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
+from rollcast_agents.contracts.trajectory import Trajectory
 from rollcast_agents.host import HostSetup, check_names
 from rollcast_agents.records import Record, append_records, decode_segments, keep_groups, record_path
 from rollcast_agents.schemas import AgentConfig

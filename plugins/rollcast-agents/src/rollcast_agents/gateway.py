@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage
+from rollcast.contracts.chat_template import ChatMessage
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.session import Reply, Session
-from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RequestError
 from rollcast_agents.chat import as_chat
+from rollcast_agents.contracts.renderer import BaseRenderer
+from rollcast_agents.contracts.session import Reply, Session
+from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.retries import Answers, is_gone
 from rollcast_agents.shown import Shown, decode, read_reply
 from rollcast_serving.openai_bodies import MAX_BODY, read_object

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rollcast.contracts.health import BaseHealthCheck, Finding, HealthSetup, ok, problem, warning
-from rollcast.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast.errors import PluginError, RendererError
+from rollcast_agents.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast_agents.prefix import CONVERSATIONS, REPLIES, Conversation, Extension, extend_each
 
 __all__ = ["RendererCheck", "judge_prefix"]

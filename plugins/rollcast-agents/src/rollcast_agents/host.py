@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, agent_loops
-from rollcast.contracts.environment import environments
-from rollcast.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
-from rollcast.contracts.tool import BaseTool
-from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError
 from rollcast_agents.code_processes import CodeProcesses, RemoteEnvironment, needs_process
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, agent_loops
+from rollcast_agents.contracts.environment import environments
+from rollcast_agents.contracts.renderer import BaseRenderer, RendererSetup, renderers
+from rollcast_agents.contracts.tool import BaseTool
+from rollcast_agents.contracts.trajectory import Trajectory
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.runner import Limits, RolloutRunner

@@ -4,7 +4,7 @@ A run writes ``<run_dir>/trajectories/step_000012.jsonl``. Each line is an objec
 
     version           1
     group_id, rollout_id, end, reward, turn_rewards, reward_components, messages, metrics, failure, extra
-                      as in rollcast.contracts.trajectory.Trajectory; turn_rewards has turns as strings, failure is
+                      as in contracts.trajectory.Trajectory; turn_rewards has turns as strings, failure is
                       null or {"boundary", "message"}
     segments          [{"turn", "sampled", "token_ids", "log_probs", "weight_versions", "text"}], in order; token_ids is
                       base64 of little-endian int32, log_probs of float32 (null for given tokens), weight_versions
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast.errors import DataError
+from rollcast_agents.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message
 from rollcast.contracts.reward import MAX_REWARD, finite_number
-from rollcast.contracts.tool import BaseTool
-from rollcast.contracts.trajectory import Boundary, End, Failure, Trajectory
 from rollcast.errors import EnvironmentFailed, RendererError, RequestError, RolloutError, SessionEnded
 from rollcast_agents.code_processes import RemoteEnvironment
+from rollcast_agents.contracts.agent_loop import BaseAgentLoop, Outcome
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.tool import BaseTool
+from rollcast_agents.contracts.trajectory import Boundary, End, Failure, Trajectory
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.session import RecordingSession

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from rollcast.contracts.config import Fraction, LocalPath, Positive, PositiveOrOff, Seconds, config
-from rollcast.contracts.session import Budget
+from rollcast_agents.contracts.session import Budget
 
 __all__ = ["AgentConfig", "StragglersConfig"]
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollcast.contracts.renderer import BaseRenderer, Message, ToolCall
+from rollcast.contracts.chat_template import ToolCall
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.trajectory import Tokens
+from rollcast_agents.contracts.renderer import BaseRenderer, Message
+from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.renderers.chat_template import split_reasoning
 from rollcast_serving.openai_format import cut_stop_token, cut_text
 

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment
-from rollcast.contracts.tool import BaseTool
 from rollcast.errors import ConfigError, RollcastError
+from rollcast_agents.contracts.environment import BaseEnvironment
+from rollcast_agents.contracts.tool import BaseTool
 from rollcast_agents.environments.plain import PlainEnvironment, build_environment
 from rollcast_agents.environments.verl import VerlInteraction, load_interaction_config
 from rollcast_agents.frames import MOST_BYTES, read_frame, write_frame

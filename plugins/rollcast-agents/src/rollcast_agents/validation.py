@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast import build_section
 from rollcast.contracts.command import track
-from rollcast.contracts.environment import BaseEnvironment
-from rollcast.contracts.renderer import Message
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward, finite_number
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.environment import BaseEnvironment
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.plain import build_environment
 from rollcast_agents.schemas import AgentConfig
 from rollcast_data.files import Row, read_files

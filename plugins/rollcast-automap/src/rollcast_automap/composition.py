@@ -6,7 +6,7 @@ from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.contract import (
     BaseCostModel,
     Mapping,
     MemoryParts,

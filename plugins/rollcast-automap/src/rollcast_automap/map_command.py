@@ -13,7 +13,7 @@ from rollcast.contracts.command import ConfigDir, Overrides, build_console, prin
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollcast.contracts.mapping import BaseCostModel, Lengths, Prediction, Problem
+    from rollcast_automap.contract import BaseCostModel, Lengths, Prediction, Problem
     from rollcast_automap.measured.check import Compared, RunCheck
     from rollcast_automap.simulation.mapping_simulation import SimulatedMapping
     from rollcast_trainer.loop import LoopTrainer
@@ -78,7 +78,7 @@ def map_roles(
         _check_runs(check, overrides or (), cost_model, as_json)
         return
     from rollcast import compose
-    from rollcast.contracts.mapping import cost_models, planners
+    from rollcast_automap.contract import cost_models, planners
     from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
     from rollcast_automap.problem import build_problem, list_overrides
     from rollcast_automap.search.constraints import ConstraintsConfig
@@ -148,7 +148,7 @@ def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number:
 
 def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: str, as_json: bool) -> None:
     """Print the predicted and the measured figures of finished runs."""
-    from rollcast.contracts.mapping import cost_models
+    from rollcast_automap.contract import cost_models
     from rollcast_automap.measured.check import as_dict, check_run
     from rollcast_automap.measured.measured_run import read_run
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.admission import AdmissionSettings, admissions
 from rollcast.contracts.config import flatten
 from rollcast.contracts.device import find_device
 from rollcast.contracts.storage import is_url
@@ -17,6 +16,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory.memory_facts import placed_roles, plan_memory
 from rollcast_automap.memory.role_specs import largest_pass
 from rollcast_automap.memory.splits import check_engine
+from rollcast_serving.contracts.admission import AdmissionSettings, admissions
 from rollcast_serving.shapes import ReplicaShape, split_nodes
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer

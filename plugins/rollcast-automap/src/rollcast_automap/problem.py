@@ -7,7 +7,9 @@ from collections.abc import Mapping as MappingType
 from typing import get_args
 
 from rollcast.contracts.engine import EngineCapabilities, engines
-from rollcast.contracts.mapping import (
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.errors import ConfigError
+from rollcast_automap.contract import (
     Cluster,
     Constraints,
     Lengths,
@@ -21,8 +23,6 @@ from rollcast.contracts.mapping import (
     StageKind,
     StageSpec,
 )
-from rollcast.contracts.rollout import RolloutMode
-from rollcast.errors import ConfigError
 from rollcast_automap.costs.device_kinds import ACCELERATOR_TYPES
 from rollcast_automap.memory.memory_model import measure_model
 from rollcast_automap.memory.role_specs import find_model, read_role, role_size, shares_weights

@@ -16,7 +16,7 @@ from rollcast.errors import ConfigError
 from rollcast_automap.costs.length_curve import read_samples
 
 if TYPE_CHECKING:
-    from rollcast.contracts.admission import BaseAdmission
+    from rollcast_serving.contracts.admission import BaseAdmission
     from rollcast_serving.simulation import TrainingPlan
 
 __all__ = ["SimulatedRow", "app", "read_lengths", "simulate", "simulate_row"]
@@ -91,8 +91,8 @@ def simulate(
     trained rollouts in versions of the weights, with the bound that the admission guarantees.
     """
     from rollcast import compose
-    from rollcast.contracts.admission import AdmissionSettings, admissions
     from rollcast.contracts.trainer import trainers
+    from rollcast_serving.contracts.admission import AdmissionSettings, admissions
     from rollcast_serving.simulation import TrainingPlan
     from rollcast_trainer.ppo import PpoTrainer
     from rollcast_trainer.run.task_runner import TaskRunner
@@ -150,8 +150,8 @@ def simulate_row(admission: BaseAdmission, lengths: Lengths, plan: TrainingPlan,
 
 
 def _turns_seconds(lengths: Lengths, plan: TrainingPlan) -> float:
-    from rollcast.contracts.admission import AdmissionSettings
     from rollcast_serving.admissions import WindowedFifo
+    from rollcast_serving.contracts.admission import AdmissionSettings
     from rollcast_serving.simulation import simulate_training
 
     return simulate_training(WindowedFifo(AdmissionSettings(0, plan.groups_per_step)), lengths, plan).seconds

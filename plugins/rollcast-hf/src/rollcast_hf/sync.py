@@ -9,7 +9,7 @@ from rollcast.contracts.engine import BaseEngine
 from rollcast.contracts.rollout import BaseRollout, RolloutMode
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError
-from rollcast_serving.weight_sync import BaseWeightSync, SyncSettings, WeightSyncCapabilities
+from rollcast_serving.contracts.weight_sync import BaseWeightSync, SyncSettings, WeightSyncCapabilities
 
 __all__ = ["InProcessSync"]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rollcast.contracts.admission import AdmissionSettings, AdmissionView, BaseAdmission, Selection, StartedGroup
+from rollcast_serving.contracts.admission import (
+    AdmissionSettings,
+    AdmissionView,
+    BaseAdmission,
+    Selection,
+    StartedGroup,
+)
 
 __all__ = ["Capacity", "Drop", "WindowedFifo"]
 

@@ -200,7 +200,7 @@ class ReplicaClient:
 
 
 class ReplicaReceiver:
-    """A replica as the target of a weight sync; see :class:`rollcast_serving.weight_sync.RemoteRollout`.
+    """A replica as the target of a weight sync; see :class:`rollcast_serving.contracts.weight_sync.RemoteRollout`.
 
     Args:
         address: address of the replica.
@@ -214,7 +214,7 @@ class ReplicaReceiver:
         self._timeout_s, self._silence_s = timeout_s, silence_s
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
-        """Load weights; blocks. See :class:`rollcast_serving.weight_sync.RemoteRollout`.
+        """Load weights; blocks. See :class:`rollcast_serving.contracts.weight_sync.RemoteRollout`.
 
         Raises:
             WeightSyncError: the replica could not load the weights.

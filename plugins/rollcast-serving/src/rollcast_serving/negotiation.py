@@ -9,8 +9,8 @@ from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.contracts.sections import RolloutConfig
 from rollcast.errors import CapabilityError, ConfigError, PluginError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities, weight_syncs
 from rollcast_serving.shapes import ReplicaShape, check_shape, check_spans, shape_problem
-from rollcast_serving.weight_sync import WeightSyncCapabilities, weight_syncs
 
 __all__ = ["Choice", "check_choice", "check_places", "check_quantization", "check_world_sizes"]
 

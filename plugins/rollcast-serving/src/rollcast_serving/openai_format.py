@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
-from rollcast.contracts.trajectory import Tokens
 from rollcast_serving.openai_errors import model_not_found
 from rollcast_serving.openai_requests import ChatRequest, CompletionRequest
 from rollcast_serving.stops import TextPieces
@@ -26,7 +27,7 @@ __all__ = [
     "send_answer",
 ]
 
-Ids = TypeVar("Ids", Tokens, list[int])
+Ids = TypeVar("Ids", NDArray[np.int32], list[int])
 
 
 class SampledToken(NamedTuple):

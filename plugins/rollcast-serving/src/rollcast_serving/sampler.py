@@ -14,11 +14,11 @@ from rollcast.contracts.rollout import ROUTED_EXPERTS, RolloutRequest, SamplingP
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.contracts.weight_sync import SyncInterruptedError, SyncOutcome
 from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import Stragglers
 from rollcast_serving.replicas import Replicas
-from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
 
 __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 

@@ -15,10 +15,10 @@ from aiohttp import web
 from rollcast.contracts.rollout import BaseRollout
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RequestError, RollcastError
+from rollcast_serving.contracts.weight_sync import weight_syncs
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.request_stream import LoadWatch, RequestStream, describe_failure
-from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.wire import encode_error, encode_report, pack_frame
 
 __all__ = ["HEARTBEAT_S", "Handler", "IncomingWeights", "build_app", "check_token"]

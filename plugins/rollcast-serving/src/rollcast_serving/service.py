@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from rollcast.contracts.admission import AdmissionView, BaseAdmission, StartedGroup
+from rollcast_serving.contracts.admission import AdmissionView, BaseAdmission, StartedGroup
 
 __all__ = ["GroupQueue", "QueueLoad", "RolloutService", "TakenGroup"]
 

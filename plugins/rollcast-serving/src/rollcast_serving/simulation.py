@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rollcast.contracts.admission import BaseAdmission
 from rollcast.contracts.rollout import EngineLoad
+from rollcast_serving.contracts.admission import BaseAdmission
 from rollcast_serving.scheduling import SlidingWindow
 from rollcast_serving.service import GroupQueue
 

@@ -16,23 +16,16 @@ from typing import TYPE_CHECKING
 from rollcast import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast_testing.admission import AdmissionSuite as AdmissionSuite
     from rollcast_testing.advantage import AdvantageSuite as AdvantageSuite
     from rollcast_testing.aggregation import LossAggregationSuite as LossAggregationSuite
     from rollcast_testing.commands import CommandSuite as CommandSuite
     from rollcast_testing.commands import HooksSuite as HooksSuite
-    from rollcast_testing.dataset import DatasetSuite as DatasetSuite
     from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
     from rollcast_testing.engine import EngineSuite as EngineSuite
     from rollcast_testing.engine_ranks import Layout as Layout
     from rollcast_testing.health import HealthCheckSuite as HealthCheckSuite
-    from rollcast_testing.kl_penalty import KlControllerSuite as KlControllerSuite
     from rollcast_testing.kl_penalty import KlPenaltySuite as KlPenaltySuite
-    from rollcast_testing.mapping import CostModelSuite as CostModelSuite
-    from rollcast_testing.mapping import PlannerSuite as PlannerSuite
-    from rollcast_testing.optimizer import OptimizerSuite as OptimizerSuite
     from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
-    from rollcast_testing.preprocessor import PreprocessorSuite as PreprocessorSuite
     from rollcast_testing.recipe import RecipeSuite as RecipeSuite
     from rollcast_testing.reward import RewardManagerSuite as RewardManagerSuite
     from rollcast_testing.reward import RewardSuite as RewardSuite
@@ -42,25 +35,19 @@ if TYPE_CHECKING:
     from rollcast_testing.stage import StageSuite as StageSuite
     from rollcast_testing.tracker import TrackerSuite as TrackerSuite
     from rollcast_testing.trainer import TrainerSuite as TrainerSuite
-    from rollcast_testing.weight_sync import WeightSyncSuite as WeightSyncSuite
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "admission": ["AdmissionSuite"],
         "advantage": ["AdvantageSuite"],
         "aggregation": ["LossAggregationSuite"],
         "commands": ["CommandSuite", "HooksSuite"],
-        "dataset": ["DatasetSuite"],
         "dispatch": ["DispatchSuite"],
         "engine": ["EngineSuite"],
         "engine_ranks": ["Layout"],
         "health": ["HealthCheckSuite"],
-        "kl_penalty": ["KlControllerSuite", "KlPenaltySuite"],
-        "mapping": ["CostModelSuite", "PlannerSuite"],
-        "optimizer": ["OptimizerSuite"],
+        "kl_penalty": ["KlPenaltySuite"],
         "policy_loss": ["PolicyLossSuite"],
-        "preprocessor": ["PreprocessorSuite"],
         "recipe": ["RecipeSuite"],
         "reward": ["RewardManagerSuite", "RewardSuite"],
         "rollout": ["RolloutSuite"],
@@ -69,6 +56,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "stage": ["StageSuite"],
         "tracker": ["TrackerSuite"],
         "trainer": ["TrainerSuite"],
-        "weight_sync": ["WeightSyncSuite"],
     },
 )

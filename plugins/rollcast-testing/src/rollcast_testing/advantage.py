@@ -20,7 +20,7 @@ from rollcast.contracts.algorithm import (
     advantages,
     needs_of,
 )
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["AdvantageSuite"]
 

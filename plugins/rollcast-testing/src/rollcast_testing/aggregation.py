@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import Denominators, LossAggregation, loss_aggregations
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["LossAggregationSuite"]
 

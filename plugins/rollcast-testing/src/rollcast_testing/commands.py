@@ -28,7 +28,7 @@ import typer
 
 from rollcast.contracts.hooks import build_hook_manager, find_hook_mistake, hooks
 from rollcast.errors import RollcastError
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["CommandSuite", "HooksSuite"]
 

@@ -36,12 +36,12 @@ from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
+from rollcast_testing.checks import require
 from rollcast_testing.engine_ranks import Layout, RankLaws
 from rollcast_testing.engine_routing import RoutingLaws
 from rollcast_testing.engine_state import StateLaws
 from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, train, weights
 from rollcast_testing.engine_vocabulary import VocabularyLaws
-from rollcast_testing.laws import require
 from rollcast_testing.tiny import nll_loss, plain_log_probs, plain_model, plain_training, plain_weights, random_batch
 
 __all__ = ["EngineSuite"]

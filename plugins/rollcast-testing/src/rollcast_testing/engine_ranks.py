@@ -25,9 +25,9 @@ from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
+from rollcast_testing.checks import require
 from rollcast_testing.engine_routing import record_and_replay
 from rollcast_testing.engine_tools import OPTIM, infer, require_equal, require_mixture, train, weights
-from rollcast_testing.laws import require
 from rollcast_testing.ranks import shared_ranks
 from rollcast_testing.tiny import (
     distance_loss,

@@ -16,8 +16,8 @@ from rollcast.contracts.engine import BaseEngine, ForwardSettings, OptimConfig
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
+from rollcast_testing.checks import require
 from rollcast_testing.engine_tools import infer, train
-from rollcast_testing.laws import require
 
 __all__ = ["RoutingLaws", "other_choices", "record_and_replay"]
 

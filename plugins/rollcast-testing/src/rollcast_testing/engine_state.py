@@ -15,8 +15,8 @@ from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_testing import tiny
+from rollcast_testing.checks import require
 from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, require_mixture, train, weights
-from rollcast_testing.laws import require
 from rollcast_testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
 
 if TYPE_CHECKING:

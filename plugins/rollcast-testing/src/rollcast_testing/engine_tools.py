@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, OptimConfig, TrainOutput
 from rollcast.protocol import DataProto
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 from rollcast_testing.tiny import nll_loss
 
 __all__ = ["ALL_ROWS", "OPTIM", "infer", "require_equal", "require_mixture", "train", "weights"]

@@ -1,24 +1,19 @@
-"""The conformance suites of KL penalties and of KL controllers, classes of pytest tests to inherit."""
+"""The conformance suite of KL penalties, a class of pytest tests to inherit."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import KlPenalty, kl_penalties, needs_vocabulary
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
-if TYPE_CHECKING:
-    from rollcast_algorithms.kl_controllers import BaseKlController, KlControllerSettings
-
-__all__ = ["KlControllerSuite", "KlPenaltySuite"]
+__all__ = ["KlPenaltySuite"]
 
 
 class KlPenaltySuite:
@@ -178,57 +173,3 @@ def _expectation(penalty: KlPenalty, logits: Tensor, ref: Tensor) -> Tensor:
     if needs_vocabulary(penalty):
         return penalty(log_probs.unsqueeze(1), ref.unsqueeze(1)).squeeze(1)
     return (log_probs.detach().exp() * penalty(log_probs, ref)).sum(-1)
-
-
-class KlControllerSuite:
-    """Conformance tests of one KL controller; subclass it and set the name.
-
-    Attributes:
-        name: name of the controller in ``rollcast.kl_controllers``.
-        divergences: mean KL per token of the steps of a simulated run, in nats.
-    """
-
-    name: ClassVar[str] = ""
-    divergences: ClassVar[Sequence[float]] = (0.0, 0.05, 0.4, 2.0, 0.1, 0.01, 50.0)
-
-    def settings(self) -> KlControllerSettings:
-        """Return the settings of the controller under test."""
-        from rollcast_algorithms.kl_controllers import KlControllerSettings
-
-        return KlControllerSettings(kl_coef=0.02, target_kl=0.1, horizon=1000)
-
-    def build(self) -> BaseKlController:
-        """Build a controller; override it for a class that is not registered."""
-        from rollcast_algorithms.kl_controllers import kl_controllers
-
-        return kl_controllers.get(self.name)(self.settings())
-
-    def _values(self, controller: BaseKlController, divergences: Sequence[float]) -> list[float]:
-        values = []
-        for divergence in divergences:
-            controller.update(divergence, 64)
-            values.append(controller.value)
-        return values
-
-    def test_starts_with_the_coefficient(self) -> None:
-        given, asked = self.build().value, self.settings().kl_coef
-        require(given == asked, f"the first coefficient is algorithm.kl_coef, {asked}, not {given}")
-
-    def test_coefficients_are_finite_and_not_negative(self) -> None:
-        values = self._values(self.build(), self.divergences)
-        require(all(math.isfinite(value) and value >= 0 for value in values), f"coefficients {values} are finite, >= 0")
-
-    def test_the_same_run_has_the_same_coefficients(self) -> None:
-        first, second = (self._values(self.build(), self.divergences) for _ in range(2))
-        require(first == second, f"the same divergences give the same coefficients, not {first} and {second}")
-
-    def test_a_resumed_run_continues(self) -> None:
-        """Check that the state, written as JSON after each step, continues as an uninterrupted run."""
-        expected = self._values(self.build(), self.divergences)
-        for step in range(len(self.divergences)):
-            controller = self.build()
-            self._values(controller, self.divergences[:step])
-            resumed = self.build()
-            resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-            rest = self._values(resumed, self.divergences[step:])
-            require(rest == expected[step:], f"resumed after {step} steps: {rest} are {expected[step:]}")

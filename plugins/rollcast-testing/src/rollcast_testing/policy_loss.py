@@ -22,7 +22,7 @@ from rollcast.contracts.algorithm import (
     policy_losses,
     prepare_policy_loss,
 )
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["PolicyLossSuite"]
 

@@ -20,7 +20,7 @@ import pytest
 from rollcast import Composed, compose
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import RollcastError
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["RecipeSuite"]
 

@@ -34,7 +34,7 @@ from rollcast.contracts.dispatch import Calls
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.errors import WorkerError, WorkerTimeoutError
 from rollcast.protocol import DataProto
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["RuntimeSuite", "SuiteWorker"]
 

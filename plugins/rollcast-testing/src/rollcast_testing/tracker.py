@@ -26,7 +26,7 @@ import pytest
 
 from rollcast.contracts.hooks import build_hook_manager, find_hook_mistake, hooks
 from rollcast.contracts.tracker import BaseTracker, trackers
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["TrackerSuite"]
 

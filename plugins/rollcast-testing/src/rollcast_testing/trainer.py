@@ -27,7 +27,7 @@ from rollcast.contracts.hooks import hookimpl, hooks
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.contracts.trainer import BaseTrainer, RunResult, trainers
 from rollcast.errors import RollcastError
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 from rollcast_testing.tiny import tiny_model_folder
 
 __all__ = ["TrainerSuite", "TrainerTask"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.own_random import OwnRandom
 
 __all__ = ["Gem"]

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation, environments
-from rollcast.contracts.renderer import Message
-from rollcast.contracts.tool import BaseTool
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation, environments
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.tool import BaseTool
 from rollcast_agents.threads import in_thread
 from rollcast_agents.tools.functions import FunctionTool, public_methods
 

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.renderer import ToolSchema
-from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.contracts.chat_template import ToolSchema
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.threads import in_thread
 from rollcast_agents.tools.functions import FunctionTool
 

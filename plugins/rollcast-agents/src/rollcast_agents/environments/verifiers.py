@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message, ToolCall
-from rollcast.contracts.tool import BaseTool
+from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
 from rollcast_agents.chat import as_chat, tool_message
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.tool import BaseTool
 from rollcast_agents.environments.toolsets import started_tools
 from rollcast_agents.named import load_named
 from rollcast_agents.threads import in_thread

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError, EnvironmentFailed
 from rollcast_agents.chat import as_chat
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.verl_files import awaited, import_class, read_entries
 
 __all__ = ["VerlInteraction", "load_interaction_config"]

@@ -11,11 +11,11 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
-from rollcast.contracts.environment import BaseEnvironment
-from rollcast.contracts.session import Session
 from rollcast.errors import ConfigError
 from rollcast_agents.code_processes import current_process
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
+from rollcast_agents.contracts.environment import BaseEnvironment
+from rollcast_agents.contracts.session import Session
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.gateway import Access, Gateway
 from rollcast_agents.runner import ProgramFailed

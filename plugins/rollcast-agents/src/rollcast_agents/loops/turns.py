@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import ChatMessage, Message, ToolSchema
+from rollcast.contracts.chat_template import ChatMessage, ToolSchema
 from rollcast.contracts.reward import finite_number
-from rollcast.contracts.session import Session
-from rollcast.contracts.trajectory import End
 from rollcast.errors import ConfigError, SessionEnded
 from rollcast_agents.chat import as_chat, tool_message
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.session import Session
+from rollcast_agents.contracts.trajectory import End
 from rollcast_agents.runner import GuardedEnvironment
 from rollcast_agents.tools.box import RolloutTools, ToolBox
 

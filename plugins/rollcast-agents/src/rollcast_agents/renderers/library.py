@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
 from rollcast.contracts.tokenizer import read_tokenizer
-from rollcast.contracts.trajectory import Tokens
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
+from rollcast_agents.contracts.renderer import BaseRenderer, Message, RendererSetup
+from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.tool_formats import arguments_by_schema, tool_parameters
 
 __all__ = ["LibraryRenderer"]

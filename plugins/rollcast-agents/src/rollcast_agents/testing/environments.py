@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollcast.contracts.environment import BaseEnvironment, Observation
-from rollcast.contracts.renderer import Message
+from rollcast_agents.contracts.environment import BaseEnvironment, Observation
+from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.plain import build_environment
 
 __all__ = ["EnvironmentSuite"]

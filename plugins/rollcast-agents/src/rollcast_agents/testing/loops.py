@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome, agent_loops
-from rollcast.contracts.environment import BaseEnvironment
-from rollcast.contracts.renderer import Message
-from rollcast.contracts.trajectory import ENDS
 from rollcast.errors import SessionEnded
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome, agent_loops
+from rollcast_agents.contracts.environment import BaseEnvironment
+from rollcast_agents.contracts.renderer import Message
+from rollcast_agents.contracts.trajectory import ENDS
 from rollcast_agents.testing.scripted import ScriptedSession
 from rollcast_agents.tools.box import ToolBox
 

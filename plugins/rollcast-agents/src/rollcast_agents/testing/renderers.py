@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage, RendererSetup, renderers
+from rollcast.contracts.chat_template import ChatMessage
+from rollcast_agents.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast_agents.prefix import CONVERSATIONS, REPLIES, TOOL, Conversation, extend_each, sampled
 
 __all__ = ["RendererSuite"]

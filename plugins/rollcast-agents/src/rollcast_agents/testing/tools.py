@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollcast.contracts.renderer import ToolCall
-from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.contracts.chat_template import ToolCall
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.tools.box import ToolBox, ToolLimits, build_tool
 
 __all__ = ["ToolSuite"]

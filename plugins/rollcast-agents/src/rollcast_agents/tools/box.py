@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcast.contracts.renderer import ToolCall, ToolSchema
-from rollcast.contracts.tool import BaseTool, ToolResult
-from rollcast.contracts.tool import tools as registry
+from rollcast.contracts.chat_template import ToolCall, ToolSchema
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
+from rollcast_agents.contracts.tool import tools as registry
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.named import load_named
 from rollcast_agents.tools.functions import FunctionTool, as_result

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.renderer import ToolSchema
-from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.contracts.chat_template import ToolSchema
 from rollcast.errors import ConfigError
+from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.verl_files import awaited, import_class, read_entries
 
 __all__ = ["VerlTool", "load_tool_config"]

@@ -13,10 +13,10 @@ import torch
 
 from rollcast import WorkerGroup
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.trajectory import Segment, Trajectory
 from rollcast.errors import RolloutError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.assembly import assemble_trajectories
+from rollcast_agents.contracts.trajectory import Segment, Trajectory
 
 __all__ = ["AgentLoopManager", "Rollouts", "has_failed", "rows_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rollcast.contracts.trajectory import ENDS, Trajectory
+from rollcast_agents.contracts.trajectory import ENDS, Trajectory
 
 __all__ = ["agent_metrics"]
 

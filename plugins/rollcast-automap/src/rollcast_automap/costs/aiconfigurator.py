@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from rollcast.contracts.config import Positive, config
-from rollcast.contracts.mapping import (
+from rollcast.errors import ConfigError
+from rollcast_automap.contract import (
     CostModelConfig,
     GenerationSpeed,
     Mode,
@@ -26,7 +27,6 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
-from rollcast.errors import ConfigError
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.decoding import read_decoding
 from rollcast_automap.costs.length_curve import LengthCurve

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from rollcast.contracts.config import Ge, Gt, Le, config
-from rollcast.contracts.mapping import (
+from rollcast_automap.contract import (
     BaseCostModel,
     Cluster,
     CostModelConfig,

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from rollcast import build_section
 from rollcast.contracts.config import Gt, Positive, config
-from rollcast.contracts.mapping import Cluster, DeviceKind, Node
 from rollcast.errors import ConfigError
+from rollcast_automap.contract import Cluster, DeviceKind, Node
 from rollcast_automap.costs.device_kinds import DEVICE_KINDS, LINK_BANDWIDTHS
 
 __all__ = ["DEVICE_KINDS", "ClusterConfig", "NodesConfig", "build_cluster"]

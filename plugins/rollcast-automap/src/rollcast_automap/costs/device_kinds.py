@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.mapping import DeviceKind
+from rollcast_automap.contract import DeviceKind
 
 __all__ = ["ACCELERATOR_TYPES", "DEVICE_KINDS", "LINK_BANDWIDTHS", "PEAK_TFLOPS", "find_part"]
 

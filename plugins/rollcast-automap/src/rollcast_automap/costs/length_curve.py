@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from rollcast.contracts.mapping import Lengths
 from rollcast.errors import ConfigError, DataError
+from rollcast_automap.contract import Lengths
 
 __all__ = ["LengthCurve", "read_samples"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.mapping import Lengths
 from rollcast.errors import DataError, DataProtoError
+from rollcast_automap.contract import Lengths
 from rollcast_automap.costs.length_curve import LengthCurve
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.mapping import BaseCostModel
 from rollcast_automap.composition import predict
+from rollcast_automap.contract import BaseCostModel
 from rollcast_automap.measured.measured_run import MeasuredRun, worker_bytes
 
 __all__ = ["Compared", "RunCheck", "as_dict", "check_run"]

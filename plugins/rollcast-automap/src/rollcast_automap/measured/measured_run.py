@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.mapping import Mapping as RoleMapping
-from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.composition import ahead, find_trained, pool_bytes, step_seconds
+from rollcast_automap.contract import Mapping as RoleMapping
+from rollcast_automap.contract import Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.run_lengths import read_run_lengths
 from rollcast_automap.memory.memory_facts import rollout_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollcast.contracts.mapping import Mesh, RoleSpec, TrainingLayout
+from rollcast_automap.contract import Mesh, RoleSpec, TrainingLayout
 from rollcast_trainer.batch.sizes import ParallelSizes
 
 __all__ = ["EngineLayout", "describe_engine", "has_known_keys", "usual_layout"]

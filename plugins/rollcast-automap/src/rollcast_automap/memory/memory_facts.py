@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollcast.contracts.mapping import Constraints, MemoryParts, Mesh, RoleSpec
 from rollcast.contracts.pools import ResourcePool
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import held_bytes
+from rollcast_automap.contract import Constraints, MemoryParts, Mesh, RoleSpec
 from rollcast_automap.memory.engine_layout import has_known_keys
 from rollcast_automap.memory.memory_model import MemoryItem, ModelSize, count_adapter, measure_model
 from rollcast_automap.memory.process_memory import find_process_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollcast.contracts.mapping import RoleSpec
+from rollcast_automap.contract import RoleSpec
 
 __all__ = ["ProcessMemory", "find_process_memory"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.composition import find_trained
+from rollcast_automap.contract import (
     Lengths,
     MemoryParts,
     Mesh,
@@ -17,7 +18,6 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     RolloutLayout,
 )
-from rollcast_automap.composition import find_trained
 from rollcast_automap.memory.engine_layout import EngineLayout, usual_layout
 from rollcast_automap.memory.memory_model import (
     FORWARD_LOGIT_COPIES,

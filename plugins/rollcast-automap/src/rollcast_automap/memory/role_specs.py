@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.mapping import ModelFacts, RoleKind, RoleSpec, RolloutLayout, TrainingLayout
+from rollcast_automap.contract import ModelFacts, RoleKind, RoleSpec, RolloutLayout, TrainingLayout
 from rollcast_automap.memory.engine_layout import describe_engine
 from rollcast_automap.memory.memory_model import KL_LOGIT_COPIES, LOGIT_COPIES, ModelSize, count_adapter, measure_model
 from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes, data_parallel_size

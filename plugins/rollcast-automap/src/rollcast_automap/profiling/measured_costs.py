@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rollcast.contracts.config import LocalPath, config
-from rollcast.contracts.mapping import (
+from rollcast.errors import ConfigError
+from rollcast_automap.composition import find_generator, find_trained, predict
+from rollcast_automap.contract import (
     BaseCostModel,
     Cluster,
     CostModelConfig,
@@ -28,8 +30,6 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
-from rollcast.errors import ConfigError
-from rollcast_automap.composition import find_generator, find_trained, predict
 from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.costs.clusters import DEVICE_KINDS
 from rollcast_automap.costs.decoding import read_decoding

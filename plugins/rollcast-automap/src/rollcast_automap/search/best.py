@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.mapping import Prediction, Problem
 from rollcast.errors import ResourceError
+from rollcast_automap.contract import Prediction, Problem
 
 __all__ = ["Best"]
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.composition import (
+    StepClock,
+    find_generator,
+    find_trained,
+    fits_pool,
+    memory_of,
+    pool_bytes,
+    predict,
+)
+from rollcast_automap.contract import (
     BaseCostModel,
     Mapping,
     MemoryParts,
@@ -17,15 +26,6 @@ from rollcast.contracts.mapping import (
     Pool,
     Problem,
     RoleSpec,
-)
-from rollcast_automap.composition import (
-    StepClock,
-    find_generator,
-    find_trained,
-    fits_pool,
-    memory_of,
-    pool_bytes,
-    predict,
 )
 from rollcast_automap.search.best import Best
 from rollcast_automap.search.search_space import (

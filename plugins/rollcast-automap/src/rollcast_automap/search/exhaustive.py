@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollcast.contracts.mapping import (
+from rollcast_automap.composition import find_generator, find_trained, memory_of, predict
+from rollcast_automap.contract import (
     BaseCostModel,
     BasePlanner,
     Mapping,
@@ -25,7 +26,6 @@ from rollcast.contracts.mapping import (
     Problem,
     RoleSpec,
 )
-from rollcast_automap.composition import find_generator, find_trained, memory_of, predict
 from rollcast_automap.search.best import Best
 from rollcast_automap.search.search_space import (
     Groups,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollcast.contracts.mapping import BaseCostModel, BasePlanner, Prediction, Problem
 from rollcast_automap.composition import find_generator, find_trained
+from rollcast_automap.contract import BaseCostModel, BasePlanner, Prediction, Problem
 from rollcast_automap.search.best import Best
 from rollcast_automap.search.branch_search import BranchSearch
 from rollcast_automap.search.exhaustive import Exhaustive

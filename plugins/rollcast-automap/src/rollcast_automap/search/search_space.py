@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Problem, RoleSpec
 from rollcast_automap.composition import modes_of
+from rollcast_automap.contract import Mesh, Mode, Placement, Pool, Problem, RoleSpec
 
 __all__ = [
     "Groups",

@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from importlib import resources
 
-from rollcast.contracts.mapping import Prediction, Problem
 from rollcast_automap.composition import busy_shares
+from rollcast_automap.contract import Prediction, Problem
 from rollcast_automap.simulation.mapping_simulation import SYNC, Interval, ReplicaUse, SimulatedMapping
 from rollcast_report.page import fill_page
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollcast.contracts.admission import AdmissionSettings
-from rollcast.contracts.mapping import (
+from rollcast.errors import ConfigError
+from rollcast_automap.composition import ahead, find_generator, find_trained
+from rollcast_automap.contract import (
     BaseCostModel,
     GenerationSpeed,
     Placement,
@@ -20,12 +21,11 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast.contracts.mapping import Mapping as RoleMapping
-from rollcast.errors import ConfigError
-from rollcast_automap.composition import ahead, find_generator, find_trained
+from rollcast_automap.contract import Mapping as RoleMapping
 from rollcast_automap.costs.decoding import read_decoding
 from rollcast_automap.costs.length_curve import LengthCurve
 from rollcast_serving.admissions import WindowedFifo
+from rollcast_serving.contracts.admission import AdmissionSettings
 from rollcast_serving.simulation import TrainingSimulation
 
 __all__ = ["Interval", "Replica", "ReplicaUse", "SimulatedMapping", "simulate_mapping"]

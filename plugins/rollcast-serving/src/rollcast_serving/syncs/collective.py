@@ -29,8 +29,8 @@ from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
 from rollcast_serving.bucket_memory import fill, lay_out, read_bucket
 from rollcast_serving.casting import CastRoom, Outgoing
+from rollcast_serving.contracts.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
 
 __all__ = ["CollectiveSync"]
 

@@ -19,9 +19,9 @@ from torch.multiprocessing import reductions
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities
 from rollcast_serving.syncs.sending import BucketSync, Transport
 from rollcast_serving.syncs.shared_memory import SocketSender, receive_buckets
-from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 __all__ = ["CudaIpcSync", "DeviceMemory", "describe_tensor", "open_tensor"]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
+from rollcast_serving.contracts.weight_sync import Delivery, WeightSyncCapabilities
 from rollcast_serving.syncs.disk import temporary_folder
 from rollcast_serving.syncs.folder import SharedFolder
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import Delivery, WeightSyncCapabilities
 
 __all__ = ["DeltaSync"]
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities
 from rollcast_serving.syncs.folder import SharedFolder
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 __all__ = ["DiskSync", "FileWriter", "read_files", "temporary_folder"]
 

@@ -16,7 +16,7 @@ from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
 from rollcast_serving.casting import CastRoom, Outgoing, WeightCast
-from rollcast_serving.weight_sync import (
+from rollcast_serving.contracts.weight_sync import (
     BaseWeightSync,
     Delivery,
     RemoteRollout,

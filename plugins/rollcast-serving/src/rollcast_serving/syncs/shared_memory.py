@@ -27,9 +27,9 @@ from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.bucket_memory import MappedMemory, fill, lay_out, map_memory, read_bucket
 from rollcast_serving.casting import CastRoom, Outgoing
+from rollcast_serving.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
 __all__ = ["SharableMemory", "SharedMemorySync", "SocketSender", "receive_buckets"]
 

@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from rollcast.contracts.admission import AdmissionSettings, BaseAdmission, admissions
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.contracts.admission import AdmissionSettings, BaseAdmission, admissions
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.sampler import ReplicaSampler
 from rollcast_serving.service import RolloutService, TakenGroup

@@ -37,6 +37,7 @@ from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
+from rollcast_serving.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_quantization, check_world_sizes
 from rollcast_serving.pools import build_pools
@@ -47,7 +48,6 @@ from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, S
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
 from rollcast_serving.shapes import ReplicaShape
-from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_serving.contracts.weight_sync import weight_syncs
 from rollcast_serving.requests import configured_sampling, cut_keys
-from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.training_run import TrainingRun

@@ -22,9 +22,9 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_serving.casting import WeightCast
 from rollcast_serving.client import ReplicaReceiver
+from rollcast_serving.contracts.weight_sync import BaseWeightSync, SyncOutcome, SyncSettings, weight_syncs
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.weight_sync import BaseWeightSync, SyncOutcome, SyncSettings, weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap

@@ -1,6 +1,6 @@
 import asyncio
 
-from rollcast.contracts.agent_loop import AgentLoopSetup
+from rollcast_agents.contracts.agent_loop import AgentLoopSetup
 from rollcast_agents.testing import AgentLoopSuite, ScriptedSession
 from rollcast_my_plugin import MyPlugin
 

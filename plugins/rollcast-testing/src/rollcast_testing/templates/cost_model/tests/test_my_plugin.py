@@ -1,4 +1,4 @@
-from rollcast_testing import CostModelSuite
+from rollcast_automap.testing import CostModelSuite
 
 
 class TestMyPlugin(CostModelSuite):

@@ -1,8 +1,8 @@
 import pytest
 
 from rollcast.errors import DataError
+from rollcast_data.testing import DatasetSuite
 from rollcast_my_plugin import MyPlugin
-from rollcast_testing import DatasetSuite
 
 
 class TestMyPlugin(DatasetSuite):

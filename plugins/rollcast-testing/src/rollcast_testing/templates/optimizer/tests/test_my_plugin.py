@@ -1,6 +1,6 @@
 import torch
 
-from rollcast_testing import OptimizerSuite
+from rollcast_engine.testing import OptimizerSuite
 
 
 class TestMyPlugin(OptimizerSuite):

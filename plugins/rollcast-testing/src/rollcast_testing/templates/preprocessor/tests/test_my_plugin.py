@@ -1,8 +1,8 @@
 import pytest
 
 from rollcast.errors import DataError
+from rollcast_data.testing import PreprocessorSuite
 from rollcast_my_plugin import MyPlugin
-from rollcast_testing import PreprocessorSuite
 
 
 class TestMyPlugin(PreprocessorSuite):

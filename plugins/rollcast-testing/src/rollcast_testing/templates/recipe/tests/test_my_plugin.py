@@ -2,8 +2,9 @@ import json
 import subprocess
 import sys
 
+from rollcast_data.testing import PreprocessorSuite
 from rollcast_my_plugin import MyPlugin
-from rollcast_testing import PreprocessorSuite, RecipeSuite
+from rollcast_testing import RecipeSuite
 from rollcast_testing.tiny import tiny_model_folder
 
 SMALL = (

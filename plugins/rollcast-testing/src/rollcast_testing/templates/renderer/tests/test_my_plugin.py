@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollcast.contracts.renderer import RendererSetup
+from rollcast_agents.contracts.renderer import RendererSetup
 from rollcast_agents.testing import RendererSuite
 from rollcast_my_plugin import MyPlugin
 

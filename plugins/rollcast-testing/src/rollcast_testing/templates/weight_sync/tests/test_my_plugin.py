@@ -1,4 +1,4 @@
-from rollcast_testing import WeightSyncSuite
+from rollcast_serving.testing import WeightSyncSuite
 
 
 class TestMyPlugin(WeightSyncSuite):

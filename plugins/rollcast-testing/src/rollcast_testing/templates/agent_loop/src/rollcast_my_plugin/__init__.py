@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome
-from rollcast.contracts.environment import BaseEnvironment
-from rollcast.contracts.session import Session
+from rollcast_agents.contracts.agent_loop import BaseAgentLoop, Outcome
+from rollcast_agents.contracts.environment import BaseEnvironment
+from rollcast_agents.contracts.session import Session
 
 
 class MyPlugin(BaseAgentLoop):

@@ -1,6 +1,6 @@
 """The cost model ``my_plugin``: a price per token and pass."""
 
-from rollcast.contracts.mapping import BaseCostModel, MemoryParts, StageCost
+from rollcast_automap.contract import BaseCostModel, MemoryParts, StageCost
 
 
 class MyPlugin(BaseCostModel):

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
 from rollcast.contracts.tokenizer import read_tokenizer
-from rollcast.contracts.trajectory import Tokens
+from rollcast_agents.contracts.renderer import BaseRenderer, Message, RendererSetup
+from rollcast_agents.contracts.trajectory import Tokens
 
 CALL = "CALL "
 

@@ -13,8 +13,8 @@ import torch
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 
 class MyPlugin(BucketSync):

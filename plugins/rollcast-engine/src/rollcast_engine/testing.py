@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import OptimizerSuite
+    from rollcast_engine.testing import OptimizerSuite
 
     class TestRmsprop(OptimizerSuite):
         name = "rmsprop"
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from rollcast.contracts.engine import OptimConfig
 from rollcast_engine.optim import OptimizerFactory, optimizers, prime_optimizer, set_lr
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["OptimizerSuite"]
 

@@ -1,4 +1,4 @@
-"""A scripted rollout and servers in a thread, for :class:`~rollcast_testing.openai_api.OpenAISuite`."""
+"""A scripted rollout and servers in a thread, for :class:`~rollcast_serving.testing.openai_api.OpenAISuite`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import CostModelSuite, PlannerSuite
+    from rollcast_automap.testing import CostModelSuite, PlannerSuite
 
     class TestMyPrices(CostModelSuite):
         name = "my_prices"
@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import pytest
 
 from rollcast import build_section
-from rollcast.contracts.mapping import (
+from rollcast.errors import ResourceError
+from rollcast_automap.contract import (
     BaseCostModel,
     BasePlanner,
     Cluster,
@@ -45,7 +46,6 @@ from rollcast.contracts.mapping import (
     cost_models,
     planners,
 )
-from rollcast.errors import ResourceError
 
 __all__ = ["CostModelSuite", "PlannerSuite", "small_problem"]
 

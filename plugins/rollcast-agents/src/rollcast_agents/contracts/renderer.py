@@ -11,34 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
-    from rollcast.contracts.trajectory import Tokens
+    from rollcast_agents.contracts.trajectory import Tokens
 
-__all__ = ["BaseRenderer", "ChatMessage", "Message", "RendererSetup", "ToolCall", "ToolSchema", "renderers"]
-
-#: A message in OpenAI's chat format: ``role``, ``content``, optionally ``tool_calls``, ``tool_call_id``, ``name``.
-ChatMessage = Mapping[str, Any]
-#: A function in OpenAI's format: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
-ToolSchema = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model wrote.
-
-    Attributes:
-        name: name of the tool; empty if it could not be parsed.
-        arguments: arguments by name; empty if they could not be parsed.
-        call_id: id by which the tool's result refers to this call.
-        error: description of a malformed call, as text for the model; empty for a well-formed call.
-    """
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    call_id: str = ""
-    error: str = ""
+__all__ = ["BaseRenderer", "Message", "RendererSetup", "renderers"]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
-    from rollcast.contracts.environment import BaseEnvironment
-    from rollcast.contracts.session import Session
-    from rollcast.contracts.trajectory import End
+    from rollcast_agents.contracts.environment import BaseEnvironment
+    from rollcast_agents.contracts.session import Session
+    from rollcast_agents.contracts.trajectory import End
 
 __all__ = ["AgentLoopSetup", "BaseAgentLoop", "Outcome", "agent_loops"]
 

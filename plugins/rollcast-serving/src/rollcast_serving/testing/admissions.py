@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import AdmissionSuite
+    from rollcast_serving.testing import AdmissionSuite
 
     class TestEager(AdmissionSuite):
         name = "eager"
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pytest
 
-from rollcast.contracts.admission import (
+from rollcast_serving.contracts.admission import (
     AdmissionSettings,
     AdmissionView,
     BaseAdmission,

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rollcast_testing.openai_bodies import changed_bodies, malformed_bodies
-from rollcast_testing.openai_cases import (
+from rollcast_serving.testing.openai_bodies import changed_bodies, malformed_bodies
+from rollcast_serving.testing.openai_cases import (
     ACCEPTED,
     ADD,
     BAD_MESSAGES,
@@ -28,7 +28,7 @@ from rollcast_testing.openai_cases import (
     TEXT,
     USER,
 )
-from rollcast_testing.openai_server import ServedApi
+from rollcast_serving.testing.openai_server import ServedApi
 
 __all__ = ["OpenAISuite", "Raw"]
 
@@ -84,8 +84,8 @@ def check_error(body: Any, param: str | None = None) -> None:
 class OpenAISuite:
     """Checks for servers of OpenAI's API; subclass it and override the fixture ``served``.
 
-    The server's rollout is a :class:`~rollcast_testing.openai_server.ScriptedRollout` with the tokenizer of
-    :func:`~rollcast_testing.openai_server.build_byte_tokenizer`, and its own stop string is ``<own stop>``.
+    The server's rollout is a :class:`~rollcast_serving.testing.openai_server.ScriptedRollout` with the tokenizer of
+    :func:`~rollcast_serving.testing.openai_server.build_byte_tokenizer`, and its own stop string is ``<own stop>``.
 
     Attributes:
         has_tools: True if the server offers tools to the model.

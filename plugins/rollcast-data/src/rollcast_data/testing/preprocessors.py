@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import PreprocessorSuite
+    from rollcast_data.testing import PreprocessorSuite
 
     class TestSquares(PreprocessorSuite):
         name = "squares"
@@ -22,7 +22,7 @@ import pytest
 from rollcast.errors import DataError
 from rollcast_data.contract import BasePreprocessor, PreprocessReport, preprocessors
 from rollcast_data.files import read_files
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 
 __all__ = ["PreprocessorSuite"]
 

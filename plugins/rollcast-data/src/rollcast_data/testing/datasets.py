@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import DatasetSuite
+    from rollcast_data.testing import DatasetSuite
 
     class TestPairs(DatasetSuite):
         name = "pairs"
@@ -31,7 +31,7 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, build_loader
 from rollcast_testing.batches import find_difference
-from rollcast_testing.laws import require
+from rollcast_testing.checks import require
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
 __all__ = ["DatasetSuite"]

@@ -2,7 +2,7 @@
 
 Example, in a plugin's tests::
 
-    from rollcast_testing import WeightSyncSuite
+    from rollcast_serving.testing import WeightSyncSuite
 
     class TestPipe(WeightSyncSuite):
         name = "pipe"
@@ -28,9 +28,7 @@ from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast.protocol import tensor_checksum
-from rollcast_serving.receiving import WeightTally
-from rollcast_serving.server import IncomingWeights
-from rollcast_serving.weight_sync import (
+from rollcast_serving.contracts.weight_sync import (
     BaseWeightSync,
     Delivery,
     SyncInterruptedError,
@@ -38,7 +36,9 @@ from rollcast_serving.weight_sync import (
     WeightSyncCapabilities,
     weight_syncs,
 )
-from rollcast_testing.laws import require
+from rollcast_serving.receiving import WeightTally
+from rollcast_serving.server import IncomingWeights
+from rollcast_testing.checks import require
 
 __all__ = ["NamedTensors", "ReplicaProcess", "WeightSyncSuite"]
 
@@ -123,7 +123,7 @@ class ReplicaProcess:
         self.largest = 0
         self._updating = threading.Lock()  # as in a replica's server, an update waits for the one before
         forking = mp.get_context("forkserver")
-        forking.set_forkserver_preload(["rollcast_testing.weight_sync"])
+        forking.set_forkserver_preload(["rollcast_serving.testing.weight_syncs"])
         self._connection, theirs = forking.Pipe()
         self._process: Any = forking.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -135,7 +135,7 @@ class ReplicaProcess:
         return bool(self._process.is_alive())
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
-        """Load the buckets in the process; see :class:`rollcast_serving.weight_sync.RemoteRollout`."""
+        """Load the buckets in the process; see :class:`rollcast_serving.contracts.weight_sync.RemoteRollout`."""
         with self._updating:
             try:
                 self._connection.send(_Order(sync, self._sync, dict(source), version, self.fault))

@@ -1,0 +1,1 @@
+"""Contracts of the plugins that take part in a rollout of an agent."""

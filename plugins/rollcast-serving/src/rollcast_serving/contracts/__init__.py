@@ -1,0 +1,1 @@
+"""Contracts of weight syncs and admissions."""
