@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast_agents.contracts.renderer import RendererSetup
+from rollcast_data.tokenizer import read_tokenizer
 
 pytest.importorskip("rollcast_agents")
 pytest.importorskip("rollcast_data")
@@ -20,7 +20,9 @@ from rollcast_serving.stops import StopStrings
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-LOADER = ROOT / "core/src/rollcast/contracts/tokenizer.py"
+LOADER = ROOT / "plugins/rollcast-data/src/rollcast_data/tokenizer.py"
+#: Reads a file's tokenizer once, to write the folder that the loader reads.
+CONVERSION = "core/src/rollcast/contracts/gguf.py"
 #: The class of the processor of images, and a test kit's reference for it.
 IMAGES = {"plugins/rollcast-data/src/rollcast_data/vision/model_inputs.py"}
 CHAT = [{"role": "user", "content": "what is 1 + 2"}]
@@ -37,7 +39,7 @@ def test_no_other_code_chooses_the_class_of_a_tokenizer_or_processor() -> None:
         r"\b(Auto(?:Tokenizer|Processor)\b|\w*Tokenizer\w*\.from_pretrained|\w*Processor\.from_pretrained)"
     )
     users = {name for name, text in sources.items() if loads.search(text)}
-    assert users == {LOADER.relative_to(ROOT).as_posix()}
+    assert users == {LOADER.relative_to(ROOT).as_posix(), CONVERSION}
     assert {name for name, text in sources.items() if "AutoImageProcessor" in text and "/testing" not in name} >= IMAGES
 
 

@@ -36,8 +36,8 @@ from rollcast.contracts.engine import (
 )
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.protocol import Jagged
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_quickstart.task import SortDigits
 from rollcast_serving.generation import generate_sequences

@@ -13,12 +13,12 @@ import aiohttp
 from agent_plugins import Dying, Letters, Vowels
 
 from rollcast.config import compose
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.contracts.trainer import RunResult, trainers
 from rollcast_agents.contracts.environment import environments
 from rollcast_agents.contracts.renderer import Message, renderers
 from rollcast_agents.contracts.tool import tools
 from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
+from rollcast_data.chat_template import ToolCall
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.task_runner import TaskRunner

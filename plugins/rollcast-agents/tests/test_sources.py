@@ -10,7 +10,6 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
 from rollcast_agents.commands import validate_app
 from rollcast_agents.contracts.renderer import Message
@@ -19,6 +18,7 @@ from rollcast_agents.testing import EnvironmentSuite, ToolSuite
 from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.mcp import McpServer
 from rollcast_agents.tools.verl import load_tool_config
+from rollcast_data.chat_template import ToolCall
 
 SERVER = """
 from mcp.server.mcpserver import MCPServer

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.functions import FunctionTool
+from rollcast_data.chat_template import ToolCall
 
 
 def weather(city: str, days: int = 1) -> str:

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError, PluginError
 from rollcast_agents.commands import validate_app
 from rollcast_agents.contracts.environment import Observation
 from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.environments.verifiers import Verifiers
 from rollcast_agents.testing import EnvironmentSuite
+from rollcast_data.chat_template import ToolCall
 
 pytest.importorskip("verifiers.v1")
 

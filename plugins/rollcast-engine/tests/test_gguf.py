@@ -18,8 +18,8 @@ from rollcast.contracts import gguf as conversion
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.health import HealthSetup
 from rollcast.contracts.storage import ModelPath, NodeCopies
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import ConfigError
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_engine.health import ModelCheck
 
 gguf = pytest.importorskip("gguf")

@@ -17,9 +17,9 @@ from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms import PpoLoss, ValueLoss, grpo, make_ppo_loss, vanilla
 from rollcast_algorithms.schemas import AlgorithmConfig
-from rollcast_eval.scoring import RolloutRows, Scored
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_rewards.scoring import RolloutRows, Scored
 from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model, tiny_model_folder, trajectory_batch
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, plan_update
 from rollcast_trainer.batch.rollouts import JoinedRollouts, rollouts_of

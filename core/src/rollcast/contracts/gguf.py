@@ -12,12 +12,14 @@ import logging
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from rollcast.contracts.tokenizer import read_gguf_tokenizer
 from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["GGUF_INSTALLATION", "convert_gguf", "digest_gguf", "find_gguf", "missing_packages"]
 
@@ -106,7 +108,7 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
         if lacking:
             # transformers would continue with random values in their place.
             raise ConfigError(f"{key}: {file} lacks {len(lacking)} weights of its model, such as {lacking[0]}")
-        tokenizer = read_gguf_tokenizer(file, key)
+        tokenizer = _read_tokenizer(file, key)
         # transformers refuses to save a model that it has read from such a file, so another one takes its weights.
         config = read.config
         del config.quantization_config
@@ -118,3 +120,22 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(str(folder))
     logger.info("converted %s", file)
+
+
+def _read_tokenizer(file: Path, key: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a GGUF file.
+
+    Args:
+        file: the GGUF file.
+        key: dotted key that names the file, for messages.
+
+    Raises:
+        ConfigError: there is none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:  # transformers passes on the exceptions of its parsers
+        raise ConfigError(f"{key}: the tokenizer in {file} does not load: {type(error).__name__}: {error}") from error
+    return tokenizer

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.chat_template import ChatMessage, ToolCall
 from rollcast.errors import RendererError
 from rollcast_agents.contracts.renderer import Message
+from rollcast_data.chat_template import ChatMessage, ToolCall
 
 __all__ = ["as_chat", "for_template", "key_of", "text_of", "tool_message"]
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast.contracts.user_processes import UserProcess, UserProcesses, describe_status
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.environment import BaseEnvironment, Observation
@@ -26,6 +25,7 @@ from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.frames import read_frame, write_frame
 from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.threads import in_thread
+from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["CodeProcess", "CodeProcesses", "RemoteEnvironment", "current_process", "needs_process"]
 

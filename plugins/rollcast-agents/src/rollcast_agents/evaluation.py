@@ -19,7 +19,7 @@ from rollcast_agents.records import Record, append_records, decode_segments, kee
 from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager, Rollouts
 from rollcast_agents.training.worker import AgentLoopWorker, AgentWorkerSetup
-from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup
+from rollcast_serving.contracts.generator import Answers, BaseGenerator, GeneratorSetup
 from rollcast_serving.launcher import ReplicaAddress
 
 __all__ = ["AgentAnswers"]

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rollcast.contracts.chat_template import ChatMessage
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.errors import RequestError
 from rollcast_agents.chat import as_chat
@@ -28,6 +27,7 @@ from rollcast_agents.contracts.session import Reply, Session
 from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.retries import Answers, is_gone
 from rollcast_agents.shown import Shown, decode, read_reply
+from rollcast_data.chat_template import ChatMessage
 from rollcast_serving.openai_bodies import MAX_BODY, read_object
 from rollcast_serving.openai_errors import ApiError, answer_errors, error_response
 from rollcast_serving.openai_format import (

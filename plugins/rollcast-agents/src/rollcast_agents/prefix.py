@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollcast.contracts.chat_template import ChatMessage, ToolSchema
 from rollcast_agents.chat import as_chat
 from rollcast_agents.contracts.renderer import BaseRenderer
 from rollcast_agents.contracts.trajectory import Tokens
+from rollcast_data.chat_template import ChatMessage, ToolSchema
 
 __all__ = ["CONVERSATIONS", "REPLIES", "Conversation", "Extension", "TOOL", "extend_each", "sampled"]
 

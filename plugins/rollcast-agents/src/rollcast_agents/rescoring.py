@@ -16,8 +16,8 @@ from rollcast_agents.records import Record
 from rollcast_agents.training.manager import scoring_columns
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RewardScorer, RewardSetup, Scored
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_rewards.scoring import RewardScorer, RewardSetup, Scored
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

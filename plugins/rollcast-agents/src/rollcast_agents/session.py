@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcast.contracts.chat_template import ChatMessage, ToolSchema, join_replies
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.errors import RolloutError, SessionEnded
 from rollcast_agents.chat import as_chat, key_of
@@ -21,6 +20,7 @@ from rollcast_agents.contracts.renderer import BaseRenderer, Message
 from rollcast_agents.contracts.session import Budget, Reply, Session
 from rollcast_agents.contracts.trajectory import End, Segment, Tokens, Trajectory, VersionRun
 from rollcast_agents.shown import read_reply
+from rollcast_data.chat_template import ChatMessage, ToolSchema, join_replies
 from rollcast_serving.openai_format import cut_stop_token
 
 __all__ = ["Generate", "RecordingSession"]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.contracts.rollout import SamplingParams
 from rollcast_agents.contracts.renderer import BaseRenderer, Message
 from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.renderers.chat_template import split_reasoning
+from rollcast_data.chat_template import ToolCall
 from rollcast_serving.openai_format import cut_stop_token, cut_text
 
 __all__ = ["Shown", "decode", "read_reply"]

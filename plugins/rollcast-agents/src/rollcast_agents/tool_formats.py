@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rollcast.contracts.chat_template import ToolCall, ToolSchema
 from rollcast.errors import RendererError
+from rollcast_data.chat_template import ToolCall, ToolSchema
 
 __all__ = ["FORMATS", "Parsed", "arguments_by_schema", "tool_format", "tool_parameters"]
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.contracts.chat_template import ChatTemplate, join_replies
 from rollcast.errors import ConfigError, DataError, RendererError
 from rollcast.protocol import DataProto
+from rollcast_data.chat_template import ChatTemplate, join_replies
 from rollcast_data.contract import BaseDataset
 from rollcast_data.encoding import Ids, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.rollout import MULTI_MODAL_DATA
-from rollcast.contracts.tokenizer import encode_texts as encode_with_special_tokens
 from rollcast.errors import ConfigError, DataError, RendererError
 from rollcast.protocol import Jagged
+from rollcast_data.chat_template import ChatTemplate
 from rollcast_data.files import Row
 from rollcast_data.images import MARK, expand_images, has_images, split_images
 from rollcast_data.messages import ChatOptions, describe, read_chat_options, read_messages
 from rollcast_data.schemas import DataConfig
+from rollcast_data.tokenizer import encode_texts as encode_with_special_tokens
 
 __all__ = [
     "Ids",

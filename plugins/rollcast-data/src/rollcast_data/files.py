@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rollcast.contracts.tokenizer import HUB_NAME
 from rollcast.errors import DataError
+from rollcast_data.tokenizer import HUB_NAME
 
 __all__ = ["Row", "expand_files", "find_split", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.tokenizer import TRUSTS_CODE
 from rollcast.errors import DataError
 from rollcast_data.files import Row
 from rollcast_data.schemas import DataConfig
+from rollcast_data.tokenizer import TRUSTS_CODE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -181,7 +181,7 @@ class ChatSession:
         from rollcast.protocol import DataProto
         from rollcast_data.encoding import encode_prompts, join_ids
         from rollcast_data.files import Row
-        from rollcast_eval.scoring import GeneratedSamples
+        from rollcast_rewards.scoring import GeneratedSamples
         from rollcast_serving.requests import configured_sampling
 
         if self._replicas is None:

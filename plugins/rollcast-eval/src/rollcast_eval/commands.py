@@ -60,7 +60,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as a JSON object.")] = False,
 ) -> None:
     """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
-    from rollcast_eval.statistics import answer_extractor, summarize_notes, summarize_samples
+    from rollcast_rewards.statistics import answer_extractor, summarize_notes, summarize_samples
 
     target = output or Path("eval") / f"{Path(prompts).stem}.jsonl"
     job = _build(prompts, target, overrides, config_dir, scored=True, overwrite=overwrite)

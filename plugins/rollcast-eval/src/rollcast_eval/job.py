@@ -24,13 +24,13 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
-from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, dataset_name, generators
-from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.sampled_model import SampledModel
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
-from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_rewards.scoring import GeneratedSamples, RewardScorer, RewardSetup
+from rollcast_serving.command_judge import NEEDS_JUDGE, CommandJudge
+from rollcast_serving.contracts.generator import Answers, BaseGenerator, GeneratorSetup, dataset_name, generators
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.pools import JUDGE
 from rollcast_serving.replica_loop import ReplicaLoop

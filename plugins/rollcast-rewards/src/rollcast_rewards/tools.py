@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast.contracts.reward import RewardSample
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
+from rollcast_data.chat_template import ToolSchema
 from rollcast_rewards.rules import gsm8k
 from rollcast_rewards.sandbox import SandboxLimits, check_allowed, run_sandboxed
 

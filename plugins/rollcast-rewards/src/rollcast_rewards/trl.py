@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.chat_template import join_replies
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue, finite_number, rewards
 from rollcast.errors import ConfigError, RewardError
+from rollcast_data.chat_template import join_replies
 from rollcast_rewards.function import is_async_callable, signature_of, takes_any_keyword
 from rollcast_rewards.policy import describe_error
 from rollcast_rewards.shared_call import SharedCall

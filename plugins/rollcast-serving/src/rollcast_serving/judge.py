@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollcast import build_section
-from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.reward import Judge
 from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
-from rollcast.contracts.tokenizer import encode_texts
 from rollcast.errors import ConfigError
+from rollcast_data.chat_template import ChatTemplate
+from rollcast_data.tokenizer import encode_texts
 from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import check_quantization
 from rollcast_serving.pools import JUDGE

@@ -17,10 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollcast.contracts.chat_template import ChatTemplate
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
-from rollcast.contracts.tokenizer import encode_texts, read_tokenizer
 from rollcast.errors import RendererError, RequestError
+from rollcast_data.chat_template import ChatTemplate
+from rollcast_data.tokenizer import encode_texts, read_tokenizer
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_bodies import MAX_BODY, read_object
 from rollcast_serving.openai_errors import answer_errors, error_response

@@ -13,7 +13,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from rollcast.contracts.chat_template import ToolCall
+from rollcast_data.chat_template import ToolCall
 from rollcast_serving.openai_bodies import children
 from rollcast_serving.openai_errors import ApiError
 from rollcast_serving.openai_messages import StrictModel

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RequestError
+from rollcast_data.tokenizer import read_tokenizer
 
 __all__ = ["StopMatcher", "StopStrings", "TextPieces", "count_until_stop"]
 

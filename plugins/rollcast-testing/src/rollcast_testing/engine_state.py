@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rollcast.contracts.engine import BaseEngine, ModelConfig
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_testing import tiny
 from rollcast_testing.checks import require
 from rollcast_testing.engine_tools import ALL_ROWS, OPTIM, infer, require_equal, require_mixture, train, weights

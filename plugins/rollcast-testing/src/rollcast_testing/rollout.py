@@ -26,8 +26,8 @@ from rollcast.contracts.rollout import (
     SamplingParams,
     rollouts,
 )
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import CapabilityError, RollcastError
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_testing.rollout_images import RolloutImages
 from rollcast_testing.rollout_mixture import RolloutMixtures
 from rollcast_testing.rollout_tools import (

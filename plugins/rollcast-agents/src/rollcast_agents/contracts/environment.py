@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from rollcast.plugins import Registry, is_class
 
 if TYPE_CHECKING:
-    from rollcast.contracts.chat_template import ChatMessage, ToolSchema
     from rollcast_agents.contracts.renderer import Message
+    from rollcast_data.chat_template import ChatMessage, ToolSchema
 
 __all__ = ["BaseEnvironment", "Observation", "environments"]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
 from rollcast.plugins import Registry, subclass_of
+from rollcast_data.chat_template import ChatMessage, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from rollcast_agents.contracts.trajectory import Tokens

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rollcast.contracts.config import Positive, Seconds, config
 
 if TYPE_CHECKING:
-    from rollcast.contracts.chat_template import ChatMessage, ToolSchema
     from rollcast.contracts.rollout import SamplingParams
     from rollcast_agents.contracts.renderer import Message
     from rollcast_agents.contracts.trajectory import End, Floats, Tokens, Trajectory
+    from rollcast_data.chat_template import ChatMessage, ToolSchema
 
 __all__ = ["Budget", "Reply", "Session"]
 

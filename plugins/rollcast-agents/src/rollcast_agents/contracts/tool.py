@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rollcast.plugins import Registry, any_of, is_callable, subclass_of
 
 if TYPE_CHECKING:
-    from rollcast.contracts.chat_template import ToolSchema
+    from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["BaseTool", "ToolResult", "tools"]
 

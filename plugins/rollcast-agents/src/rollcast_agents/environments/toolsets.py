@@ -7,10 +7,10 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.threads import in_thread
 from rollcast_agents.tools.functions import FunctionTool
+from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["started_tools"]
 

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast.errors import ConfigError
 from rollcast_agents.chat import as_chat, tool_message
 from rollcast_agents.contracts.environment import BaseEnvironment, Observation
@@ -22,6 +21,7 @@ from rollcast_agents.environments.toolsets import started_tools
 from rollcast_agents.named import load_named
 from rollcast_agents.threads import in_thread
 from rollcast_agents.tools.box import RolloutTools, ToolBox
+from rollcast_data.chat_template import ToolCall
 
 __all__ = ["Verifiers"]
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.chat_template import ChatMessage, ToolSchema
 from rollcast.contracts.reward import finite_number
 from rollcast.errors import ConfigError, SessionEnded
 from rollcast_agents.chat import as_chat, tool_message
@@ -17,6 +16,7 @@ from rollcast_agents.contracts.session import Session
 from rollcast_agents.contracts.trajectory import End
 from rollcast_agents.runner import GuardedEnvironment
 from rollcast_agents.tools.box import RolloutTools, ToolBox
+from rollcast_data.chat_template import ChatMessage, ToolSchema
 
 __all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
 

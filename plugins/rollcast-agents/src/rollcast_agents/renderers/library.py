@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RendererError
 from rollcast_agents.chat import for_template
 from rollcast_agents.contracts.renderer import BaseRenderer, Message, RendererSetup
 from rollcast_agents.contracts.trajectory import Tokens
 from rollcast_agents.tool_formats import arguments_by_schema, tool_parameters
+from rollcast_data.chat_template import ChatMessage, ToolCall, ToolSchema
+from rollcast_data.tokenizer import read_tokenizer
 
 __all__ = ["LibraryRenderer"]
 

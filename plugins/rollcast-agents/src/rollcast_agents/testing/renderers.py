@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rollcast.contracts.chat_template import ChatMessage
 from rollcast_agents.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast_agents.prefix import CONVERSATIONS, REPLIES, TOOL, Conversation, extend_each, sampled
+from rollcast_data.chat_template import ChatMessage
 
 __all__ = ["RendererSuite"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.errors import SessionEnded
 from rollcast_agents.contracts.renderer import Message
 from rollcast_agents.contracts.session import Reply, Session
 from rollcast_agents.contracts.trajectory import End, Tokens, Trajectory
+from rollcast_data.chat_template import ChatMessage, ToolCall, ToolSchema
 
 __all__ = ["ScriptedSession"]
 

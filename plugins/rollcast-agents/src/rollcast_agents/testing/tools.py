@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollcast.contracts.chat_template import ToolCall
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.tools.box import ToolBox, ToolLimits, build_tool
+from rollcast_data.chat_template import ToolCall
 
 __all__ = ["ToolSuite"]
 

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolCall, ToolSchema
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.contracts.tool import tools as registry
 from rollcast_agents.ended import ProcessEnded
 from rollcast_agents.named import load_named
 from rollcast_agents.tools.functions import FunctionTool, as_result
+from rollcast_data.chat_template import ToolCall, ToolSchema
 
 __all__ = ["RolloutTools", "ToolBox", "ToolLimits", "build_tool"]
 

@@ -11,10 +11,10 @@ import docstring_parser
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.threads import in_thread
+from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["FunctionTool", "as_result", "describe", "public_methods"]
 

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
+from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["McpServer"]
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.chat_template import ToolSchema
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.tool import BaseTool, ToolResult
 from rollcast_agents.verl_files import awaited, import_class, read_entries
+from rollcast_data.chat_template import ToolSchema
 
 __all__ = ["VerlTool", "load_tool_config"]
 

@@ -25,11 +25,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, build_loader
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_testing.batches import find_difference
 from rollcast_testing.checks import require
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder

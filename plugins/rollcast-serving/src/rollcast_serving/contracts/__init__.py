@@ -1,1 +1,1 @@
-"""Contracts of weight syncs and admissions."""
+"""Contracts of weight syncs, admissions and generators."""

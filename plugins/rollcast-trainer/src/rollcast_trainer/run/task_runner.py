@@ -29,14 +29,14 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.contract import dataset_name
-from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
-from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
-from rollcast_eval.scoring import RewardScorer, RewardSetup
 from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
+from rollcast_rewards.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_rewards.scoring import RewardScorer, RewardSetup
 from rollcast_serving.adapters import take_adapters
+from rollcast_serving.command_judge import NEEDS_JUDGE, CommandJudge
+from rollcast_serving.contracts.generator import dataset_name
 from rollcast_serving.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_serving.engines.arguments import check_device_arguments
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_quantization, check_world_sizes

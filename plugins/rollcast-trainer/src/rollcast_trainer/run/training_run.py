@@ -14,7 +14,7 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.stage import Stage, roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
-from rollcast_eval.scoring import RewardScorer
+from rollcast_rewards.scoring import RewardScorer
 from rollcast_serving.manager import Stragglers
 from rollcast_serving.requests import configured_sampling
 from rollcast_serving.sampler import Sampler

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollcast.protocol import DataProto
-from rollcast_eval.scoring import Scored, summarize
-from rollcast_eval.statistics import answer_extractor, pick_samples, summarize_samples
+from rollcast_rewards.scoring import Scored, summarize
+from rollcast_rewards.statistics import answer_extractor, pick_samples, summarize_samples
 from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = ["validate"]

@@ -22,7 +22,7 @@ from rollcast.errors import CapabilityError, ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
 from rollcast_algorithms.schemas import AlgorithmConfig
-from rollcast_eval.scoring import Scored
+from rollcast_rewards.scoring import Scored
 from rollcast_trainer.batch.columns import MODEL, refuse_images
 from rollcast_trainer.batch.groups import groups_that_differ, join_groups, mean_interval
 from rollcast_trainer.run.training_run import TrainingRun

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollcast.contracts.chat_template import ChatMessage, ToolCall, ToolSchema
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast_agents.contracts.renderer import BaseRenderer, Message, RendererSetup
 from rollcast_agents.contracts.trajectory import Tokens
+from rollcast_data.chat_template import ChatMessage, ToolCall, ToolSchema
+from rollcast_data.tokenizer import read_tokenizer
 
 CALL = "CALL "
 

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.hooks import build_hook_manager
-from rollcast.contracts.tokenizer import read_tokenizer
 from rollcast.contracts.trainer import BaseTrainer, RunResult
 from rollcast.errors import ConfigError
 from rollcast_data.files import read_files
+from rollcast_data.tokenizer import read_tokenizer
 from rollcast_report.tracker_set import TrackerSet
 
 

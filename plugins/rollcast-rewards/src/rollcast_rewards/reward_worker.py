@@ -13,7 +13,7 @@ from rollcast.contracts.reward import RewardResult
 from rollcast.errors import RewardError, WorkerError
 from rollcast.protocol import DataProto
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RESULTS, RewardScorer, RewardSetup
+from rollcast_rewards.scoring import RESULTS, RewardScorer, RewardSetup
 
 __all__ = ["RewardWorker", "RewardWorkerSetup", "RewardWorkers"]
 
@@ -47,7 +47,7 @@ class RewardWorker(Worker):
         """Return the object column ``reward_results``, a :class:`RewardResult` for each row; None for fillers.
 
         Args:
-            rows: columns that :class:`~rollcast_eval.scoring.GeneratedSamples` reads, and ``filler`` bool ``[B]``.
+            rows: columns that :class:`~rollcast_rewards.scoring.GeneratedSamples` reads, and ``filler`` bool ``[B]``.
         """
         counted = rows[_FILLER].logical_not()
         found: list[RewardResult | None] = [None] * len(rows)

@@ -16,7 +16,7 @@ from rollcast.contracts.reward import MAX_REWARD, RewardResult, RewardSettings
 from rollcast.errors import RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RewardScorer, RewardSetup
+from rollcast_rewards.scoring import RewardScorer, RewardSetup
 
 REWARD = """
 import asyncio

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from rollcast import WorkerGroup
+from rollcast.contracts.reward import Judge, RewardResult
 from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.scoring import RewardScorer
 from rollcast_serving.judge import ServedJudge, judge_role, judge_sampling
 from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
@@ -22,6 +23,18 @@ __all__ = ["NEEDS_JUDGE", "CommandJudge"]
 
 #: End of the error message for a reward that needs a judge if there is none.
 NEEDS_JUDGE = "asks a judge, and judge.enable is false; set judge.enable=true, judge.model.path and judge.rollout.name"
+
+
+class AsksJudge(Protocol):
+    """What scores samples by a reward that may query a judge; see ``rollcast_rewards.scoring.RewardScorer``."""
+
+    def bind_judge(
+        self,
+        judge: Judge,
+        wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]],
+        take_metrics: Callable[[], dict[str, float]],
+    ) -> None:
+        """Set the judge, a function that runs a call in another thread, and one that returns the judge's metrics."""
 
 
 class CommandJudge:
@@ -64,7 +77,7 @@ class CommandJudge:
         group: WorkerGroup,
         runtime: Runtime,
         loop: ReplicaLoop,
-        scorers: Iterable[RewardScorer],
+        scorers: Iterable[AsksJudge],
         busy: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Replicas:
         """Start the replicas, and bind the rewards to the judge.
@@ -73,7 +86,7 @@ class CommandJudge:
             group: workers of the role.
             runtime: runtime of the command.
             loop: event loop that all replicas of the command share.
-            scorers: scorers whose rewards may query the judge.
+            scorers: scorers of the command's samples.
             busy: function that returns a context in which a reply is generated.
 
         Raises:

@@ -17,8 +17,8 @@ from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
-from rollcast_eval.scoring import RewardScorer, RewardSetup, RolloutRows, Scored, summarize
+from rollcast_rewards.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
+from rollcast_rewards.scoring import RewardScorer, RewardSetup, RolloutRows, Scored, summarize
 from rollcast_testing.simulated import SimulatedRuntime
 
 SEEN: list[RewardSample] = []
