@@ -41,6 +41,20 @@ def test_trainers_are_announced() -> None:
     assert {"ppo", "sft"} <= set(trainers.names())
 
 
+def test_a_run_with_the_local_runtime_needs_no_ray(small_task: SmallTask, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from rollcast.cli.app import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print(*sorted(name for name in sys.modules if name.startswith('rollcast_ray')))"
+    )
+    overrides = small_task.ppo(tmp_path, "trainer.total_steps=1", "trainer.test_freq=-1")
+    shown = subprocess.run([sys.executable, "-c", code, "train", *overrides], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert set(shown.stdout.split()[-3:]) <= {"rollcast_ray", "rollcast_ray.conf", "rollcast_ray.schemas"}
+    assert read_metrics(tmp_path)[-1]["step"] == 1
+
+
 @pytest.mark.parametrize("option", ["ppo", "sft"])
 def test_defaults_are_those_of_the_schemas(option: str, tmp_path: Path) -> None:
     config: Any = compose([f"trainer={option}", f"model.path={tmp_path}"]).config

@@ -1,4 +1,4 @@
-"""Runtime ``ray``, which runs worker groups in Ray actors, and records of calls, which can be replayed locally."""
+"""Runtime ``ray``, which runs worker groups in Ray actors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from rollcast import lazy_exports
 
 if TYPE_CHECKING:
     from rollcast_ray.pools import RayResourcePool as RayResourcePool
-    from rollcast_ray.recording import CallRecorder as CallRecorder
     from rollcast_ray.runtime import RayRuntime as RayRuntime
     from rollcast_ray.runtime import RayWorkerGroup as RayWorkerGroup
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
-    {"pools": ["RayResourcePool"], "recording": ["CallRecorder"], "runtime": ["RayRuntime", "RayWorkerGroup"]},
+    {"pools": ["RayResourcePool"], "runtime": ["RayRuntime", "RayWorkerGroup"]},
 )

@@ -120,15 +120,19 @@ class RayResourcePool(ResourcePool):
         """True if the placement groups have been created."""
         return self._slots is not None
 
-    def get_slots(self, timeout: float = 300.0) -> list[Slot]:
+    def get_slots(self, timeout: float = 300.0, deadline: float | None = None) -> list[Slot]:
         """Return a slot for each process, sorted by node address.
+
+        Args:
+            timeout: limit in seconds.
+            deadline: time of :func:`time.monotonic` at which the limit ends; by default ``timeout`` from now.
 
         Raises:
             ResourceError: the pool was not placed within ``timeout`` seconds; names the request, the number of
                 missing nodes, and the resources of each node.
         """
         if self._slots is None:
-            self._slots = self._place(timeout)
+            self._slots = self._place(timeout, time.monotonic() + timeout if deadline is None else deadline)
             _in_place.add(self)
         return self._slots
 
@@ -151,8 +155,12 @@ class RayResourcePool(ResourcePool):
             remove_placement_group(group)
         self.forget()
 
-    def replace_lost(self, timeout: float) -> None:
+    def replace_lost(self, timeout: float, deadline: float) -> None:
         """Replace the slots on lost nodes, in the same order; the other slots stay.
+
+        Args:
+            timeout: limit in seconds.
+            deadline: time of :func:`time.monotonic` at which the limit ends.
 
         Raises:
             ResourceError: no place was found within ``timeout`` seconds.
@@ -161,7 +169,6 @@ class RayResourcePool(ResourcePool):
         lost = {slot.key[0]: slot.group for slot in self._slots or () if slot.node_id not in alive}
         if not lost:
             return
-        deadline = time.monotonic() + timeout
         replaced = {}
         for key, group in lost.items():
             size = sum(slot.key[0] == key for slot in self._slots or ())
@@ -180,8 +187,7 @@ class RayResourcePool(ResourcePool):
         self._slots = None
         _in_place.discard(self)
 
-    def _place(self, timeout: float) -> list[Slot]:
-        deadline = time.monotonic() + timeout
+    def _place(self, timeout: float, deadline: float) -> list[Slot]:
         targets = self._targets()
         groups = [self._make_group(*entry) for entry in zip(self.process_on_nodes, targets, strict=True)]
         try:
@@ -291,7 +297,7 @@ class Placements:
             pools = {f"{number}": base for number, base in enumerate([*self._in_place(), *missing])}
             ResourcePoolManager(pools, {}).check(read_nodes())
         deadline = time.monotonic() + timeout
-        slots = {key: base.get_slots(max(deadline - time.monotonic(), 0.001)) for key, base in bases.items()}
+        slots = {key: base.get_slots(timeout, deadline) for key, base in bases.items()}
         return sort_slots(slots[id(base)][number] for base, number in pool.places())
 
     def _resolve(self, base: ResourcePool, detached: bool) -> RayResourcePool:
@@ -321,7 +327,7 @@ class Placements:
         for base in {id(base): base for base, _ in pool.places()}.values():
             placed = self._placed[id(base)][1] if id(base) in self._placed else base
             if isinstance(placed, RayResourcePool):
-                placed.replace_lost(max(deadline - time.monotonic(), 0.001))
+                placed.replace_lost(timeout, deadline)
 
     def owns(self, slots: Iterable[Slot]) -> bool:
         """Return True if the slots are in pools that were placed here, not by the caller."""

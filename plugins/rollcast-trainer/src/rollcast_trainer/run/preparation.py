@@ -95,6 +95,7 @@ def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[st
     composed = compose(
         [
             f"recipe={recipe}",
+            f"runtime={sections['runtime']['name']}",
             format_override("run_dir", str(folder)),
             f"trainer.seed={seed}",
             "trainer.export=true",

@@ -29,7 +29,6 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
 from rollcast_rewards.schemas import RewardConfig
@@ -48,6 +47,7 @@ from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, S
 from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
 from rollcast_serving.shapes import ReplicaShape
+from rollcast_trainer.recording import CallRecorder
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.remote_checkpoints import RemoteCheckpoints
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config

@@ -10,7 +10,7 @@ import typer
 from rollcast.contracts.command import Traceback, hide_library_bars, print_lines
 
 if TYPE_CHECKING:
-    from rollcast_ray.recording import Replay
+    from rollcast_trainer.recording import Replay
 
 __all__ = ["app", "replay"]
 
@@ -28,7 +28,7 @@ def replay(
     _traceback: Traceback = False,
 ) -> None:
     """Run a recorded call again on the local runtime and compare the outcomes; exit code 1 if they differ."""
-    from rollcast_ray.recording import replay as run_again
+    from rollcast_trainer.recording import replay as run_again
 
     hide_library_bars()
     again = run_again(record, debug, trust_pickle)

@@ -17,9 +17,9 @@ from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
 from rollcast.cli.app import build_app
 from rollcast.errors import ConfigError, DispatchError, WorkerError
 from rollcast.runtime.local import LocalRuntime
-from rollcast_ray import recording
-from rollcast_ray.recording import CallOutcome, CallRecord, CallRecorder, Replay, compare, load_record, replay
 from rollcast_ray.runtime import RayRuntime
+from rollcast_trainer import recording
+from rollcast_trainer.recording import CallOutcome, CallRecord, CallRecorder, Replay, compare, load_record, replay
 
 
 def replay_trusted(folder: Path) -> Replay:
