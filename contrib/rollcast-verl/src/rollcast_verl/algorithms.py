@@ -112,7 +112,7 @@ def _estimate(name: str, inputs: AdvantageInputs) -> AdvantageOutputs:
     mask = inputs.response_mask.to(inputs.token_level_rewards.dtype)
     keys = ("gamma", "lam", "norm_adv_by_std_in_grpo")
     config = OmegaConf.create({key: getattr(inputs, key) for key in keys} | dict(inputs.options))
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "token_level_rewards": inputs.token_level_rewards * mask,
         "response_mask": mask,
         "index": inputs.group_ids.cpu().numpy(),
@@ -121,14 +121,14 @@ def _estimate(name: str, inputs: AdvantageInputs) -> AdvantageOutputs:
         **inputs.options,
         **inputs.columns,
     }
-    given |= _components(inputs, mask)
+    options |= _components(inputs, mask)
     parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    named = given if takes_all else {key: value for key, value in given.items() if key in parameters}
-    found, returns = function(**named)
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = options if takes_all else {key: value for key, value in options.items() if key in parameters}
+    outcome, returns = function(**named)
     chosen = inputs.response_mask != 0
     zero = torch.zeros((), device=chosen.device)
-    return AdvantageOutputs(torch.where(chosen, found.float(), zero), torch.where(chosen, returns.float(), zero))
+    return AdvantageOutputs(torch.where(chosen, outcome.float(), zero), torch.where(chosen, returns.float(), zero))
 
 
 def _components(inputs: AdvantageInputs, mask: Tensor) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def to_verl(batch: DataProto) -> Any:
         return _to_tensordict(len(local), columns, first)
     tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
     others = {name: column for name, column in columns.items() if name not in tensors}
-    made = tensordict.TensorDict(tensors, batch_size=[len(local)]) if tensors or first.has_tensors else None
-    return verl.DataProto(batch=made, non_tensor_batch=others, meta_info=_joined(entries))
+    tensor_dict = tensordict.TensorDict(tensors, batch_size=[len(local)]) if tensors or first.has_tensors else None
+    return verl.DataProto(batch=tensor_dict, non_tensor_batch=others, meta_info=_joined(entries))
 
 
 def _from_dataproto(batch: Any) -> tuple[dict[str, Any], _Entry]:
@@ -130,7 +130,7 @@ def _from_tensordict(batch: Any) -> tuple[dict[str, Any], _Entry]:
 
 def _canonical(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Move the ragged dimension of jagged columns to 1, as rollcast stores them; return it for each moved column."""
-    found, ragged = dict(columns), {}
+    columns_by_name, ragged = dict(columns), {}
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor) or not column.is_nested:
             continue
@@ -138,9 +138,9 @@ def _canonical(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, in
         dim = int(nested._ragged_idx)
         if dim != 1:
             values = nested.values().movedim(dim - 1, 0).contiguous()
-            found[name] = torch.nested.nested_tensor_from_jagged(values, nested.offsets())
+            columns_by_name[name] = torch.nested.nested_tensor_from_jagged(values, nested.offsets())
             ragged[name] = dim
-    return found, ragged
+    return columns_by_name, ragged
 
 
 def _restored(column: Any, name: str, entry: _Entry) -> Any:
@@ -156,12 +156,12 @@ def _restored(column: Any, name: str, entry: _Entry) -> Any:
 
 
 def _to_tensordict(length: int, columns: Mapping[str, Any], entry: _Entry) -> Any:
-    made = tensordict.TensorDict({}, batch_size=[] if entry.is_single else [length])
+    entry_dict = tensordict.TensorDict({}, batch_size=[] if entry.is_single else [length])
     for name, column in columns.items():
-        made[name] = column if isinstance(column, torch.Tensor) else _stack(column)
+        entry_dict[name] = column if isinstance(column, torch.Tensor) else _stack(column)
     for name, value in entry.meta.items():
-        made[name] = tensordict.NonTensorData(value)
-    return made
+        entry_dict[name] = tensordict.NonTensorData(value)
+    return entry_dict
 
 
 def _stack(column: np.ndarray) -> Any:
@@ -188,8 +188,8 @@ def _joined(entries: Sequence[_Entry]) -> dict[str, Any]:
                 meta[name] = value
     if metrics:
         meta["metrics"] = {
-            name: [found[name] for found in metrics if name in found]
-            for name in dict.fromkeys(name for found in metrics for name in found)
+            name: [row[name] for row in metrics if name in row]
+            for name in dict.fromkeys(name for row in metrics for name in row)
         }
     return meta
 

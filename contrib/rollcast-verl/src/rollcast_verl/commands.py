@@ -38,18 +38,18 @@ def verl_config(
     """
     from rollcast_verl.translate import load, translate
 
-    found = translate(load(file, overrides or (), complete))
+    translation = translate(load(file, overrides or (), complete))
     if check:
-        found.check()
+        translation.check()
     if write is not None:
-        write.write_text("".join(f"{override}\n" for override in found.overrides))
+        write.write_text("".join(f"{override}\n" for override in translation.overrides))
     if as_json:
-        lines = [vars(line) | {"overrides": dict(line.overrides)} for line in found.lines]
-        typer.echo(json.dumps({"keys": lines, "overrides": found.overrides}, indent=2, default=str))
+        lines = [vars(line) | {"overrides": dict(line.overrides)} for line in translation.lines]
+        typer.echo(json.dumps({"keys": lines, "overrides": translation.overrides}, indent=2, default=str))
         return
     console = build_console()
     for state in _ORDER:
-        some = [line for line in found.lines if line.state == state]
+        some = [line for line in translation.lines if line.state == state]
         if not some:
             continue
         console.print(f"{state} ({len(some)})", style="bold")
@@ -58,8 +58,8 @@ def verl_config(
             arrow = f" → {target}" if target and target != line.key else ""
             note = f"  ({line.note})" if line.note and state != "same" else ""
             print_lines(f"  {line.key}={line.value}{arrow}{note}")
-    print_lines("", "rollcast train \\", *(f"  {_quoted(each)} \\" for each in found.overrides[:-1]))
-    print_lines(f"  {_quoted(found.overrides[-1])}")
+    print_lines("", "rollcast train \\", *(f"  {_quoted(override)} \\" for override in translation.overrides[:-1]))
+    print_lines(f"  {_quoted(translation.overrides[-1])}")
 
 
 def _quoted(text: str) -> str:

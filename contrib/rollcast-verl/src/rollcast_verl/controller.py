@@ -151,11 +151,11 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
     """
     parts = resource_pool.placed_on().split(split_size)
     start = resource_pool.start_bundle_index if isinstance(resource_pool, SubRayResourcePool) else 0
-    made = []
+    sub_pools = []
     for number, part in enumerate(parts):
-        made.append(SubRayResourcePool(resource_pool, part, start, f"{resource_pool.name_prefix}_split_{number}"))
+        sub_pools.append(SubRayResourcePool(resource_pool, part, start, f"{resource_pool.name_prefix}_split_{number}"))
         start += part.world_size
-    return made
+    return sub_pools
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
@@ -165,9 +165,9 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
         ResourceError: the pools differ in ``use_gpu``, ``max_colocate_count`` or ``detached``.
     """
     name = f"{rp1.name_prefix}_{rp2.name_prefix}"
-    made = RayResourcePool(rp1.store + rp2.store, rp1.use_gpu, name, rp1.max_colocate_count, rp1.detached)
-    made._pool = rp1.placed_on().merge(rp2.placed_on(), name=name)
-    return made
+    pool = RayResourcePool(rp1.store + rp2.store, rp1.use_gpu, name, rp1.max_colocate_count, rp1.detached)
+    pool._pool = rp1.placed_on().merge(rp2.placed_on(), name=name)
+    return pool
 
 
 @dataclass
@@ -251,16 +251,16 @@ def _registrations(cls: type) -> Iterator[tuple[str, Callable[..., Any], dict[st
     """Yield the name, function and declaration of each method registered with verl's ``register``."""
     for name in dir(cls):
         function = getattr(cls, name, None)
-        if callable(function) and isinstance(found := getattr(function, declarations.MAGIC_ATTR, None), dict):
-            yield name, function, found
+        if callable(function) and isinstance(attributes := getattr(function, declarations.MAGIC_ATTR, None), dict):
+            yield name, function, attributes
 
 
 def _functions(mode: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the dispatch and the collect function of a mode of verl."""
     if mode is declarations.Dispatch.RANK_ZERO:  # declared by verl without functions
         mode = declarations.Dispatch.ALL_TO_ALL
-    found = mode if isinstance(mode, dict) else declarations.get_predefined_dispatch_fn(mode)
-    return found["dispatch_fn"], found["collect_fn"]
+    modes = mode if isinstance(mode, dict) else declarations.get_predefined_dispatch_fn(mode)
+    return modes["dispatch_fn"], modes["collect_fn"]
 
 
 def _own_mode(mode: Any, prefix: str) -> DispatchMode | None:
@@ -278,8 +278,8 @@ def _own_mode(mode: Any, prefix: str) -> DispatchMode | None:
         ): DpComputeProtoWithFunc,
         (declarations.dispatch_dp_compute_data_proto, declarations.collect_dp_compute): DpComputeMetric,
     }
-    found = known.get((dispatch, collect))
-    return None if found is None else found()
+    mode_name = known.get((dispatch, collect))
+    return None if mode_name is None else mode_name()
 
 
 @dataclass(frozen=True)
@@ -306,21 +306,21 @@ class _Method:
 
 def _methods_of(cls: Any, prefix: str = "") -> dict[str, _Method]:
     """Return the registered methods of a class and of the classes fused into it, by path."""
-    found = {}
+    methods = {}
     for name, function, declared in _registrations(_plain(cls)):
         path = f"{prefix}/{name}" if prefix else name
         mode, execute = declared["dispatch_mode"], declared["execute_mode"]
         rank_zero = execute is declarations.Execute.RANK_ZERO or mode is declarations.Dispatch.RANK_ZERO
         own = None if rank_zero else _own_mode(mode, prefix)
-        found[path] = _Method(path, function, own, *_functions(mode), rank_zero, declared["blocking"])
+        methods[path] = _Method(path, function, own, *_functions(mode), rank_zero, declared["blocking"])
     if not prefix:
         for key, inner in getattr(_plain(cls), "raw_cls_dict", {}).items():
-            found |= _methods_of(inner, key)
-    return found
+            methods |= _methods_of(inner, key)
+    return methods
 
 
 def _door(cls: Any) -> type[Door]:
-    methods = {path: (found.function, found.mode, found.blocking) for path, found in _methods_of(cls).items()}
+    methods = {path: (method.function, method.mode, method.blocking) for path, method in _methods_of(cls).items()}
     return door_class(_plain(cls).__name__, methods)
 
 
@@ -392,9 +392,9 @@ class _Name(str):  # noqa: SLOT000
     handle: Any
 
     def __new__(cls, text: str, handle: Any) -> Self:
-        made = super().__new__(cls, text)
-        made.handle = handle
-        return made
+        instance = super().__new__(cls, text)
+        instance.handle = handle
+        return instance
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Name, (str(self), self.handle)
@@ -478,8 +478,8 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         worker_env: Mapping[str, str],
         timeout: float,
     ) -> rollcast_ray.RayWorkerGroup:
-        if taken := sorted(_OWN_VARIABLES & worker_env.keys()):
-            raise DispatchError(f"worker_env sets {', '.join(taken)}, which the group sets for each process")
+        if clashes := sorted(_OWN_VARIABLES & worker_env.keys()):
+            raise DispatchError(f"worker_env sets {', '.join(clashes)}, which the group sets for each process")
         local = pool.store[0]
         env = {"WG_PREFIX": self.name_prefix, "WG_BACKEND": "ray", "RAY_LOCAL_WORLD_SIZE": str(local)}
         runtime_env = dict(wanted._options.get("runtime_env", {}))
@@ -504,12 +504,16 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _attach(
         wanted: RayClassWithInitArgs, names: Sequence[str], handles: Sequence[Any], timeout: float
     ) -> rollcast_ray.RayWorkerGroup:
-        given = list(handles or names)
-        if not given:
+        selected = list(handles or names)
+        if not selected:
             raise ResourceError("a RayWorkerGroup without a pool needs worker_names or worker_handles")
         actors = [
-            each._host.handle if isinstance(each, RankHandle) else each.handle if isinstance(each, _Name) else each
-            for each in given
+            handle._host.handle
+            if isinstance(handle, RankHandle)
+            else handle.handle
+            if isinstance(handle, _Name)
+            else handle
+            for handle in selected
         ]
         return rollcast_ray.RayWorkerGroup.from_actors(actors, _door(wanted.cls), timeout=timeout)
 
@@ -565,8 +569,15 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if prefix not in inside:
                 raise DispatchError(f"no worker {prefix!r} in this group; there are: {', '.join(inside) or 'none'}")
             view = object.__new__(type(self))
-            kept = ("name_prefix", "resource_pool", "device_name", "profile_steps", "worker_nsight_options", "_lease")
-            view.__dict__.update({name: getattr(self, name) for name in kept})
+            attributes = (
+                "name_prefix",
+                "resource_pool",
+                "device_name",
+                "profile_steps",
+                "worker_nsight_options",
+                "_lease",
+            )
+            view.__dict__.update({name: getattr(self, name) for name in attributes})
             view._use(self.group, self.ray_cls_with_init, prefix)
             views[prefix] = view
         return views
@@ -581,14 +592,14 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         if method.mode is None or not all(self._is_batch(value, method) for value in (*args, *kwargs.values())):
             return self._call_functions(method, args, kwargs)
         bound = getattr(self.group, attribute_of(method.path))
-        given, named = [_sent(value) for value in args], {key: _sent(value) for key, value in kwargs.items()}
+        values, named = [_sent(value) for value in args], {key: _sent(value) for key, value in kwargs.items()}
         if not method.blocking and not isinstance(method.mode, DpComputeMetric):
-            started = bound.remote(*given, **named)
+            started = bound.remote(*values, **named)
             return _Future(started, started.refs)
-        result = bound(*given, **named)
+        result = bound(*values, **named)
         if isinstance(result, rollcast.DataProtoFuture):
             result = result.get()
-        return [_returned(each) for each in result] if isinstance(result, list) else _returned(result)
+        return [_returned(output) for output in result] if isinstance(result, list) else _returned(result)
 
     @staticmethod
     def _is_batch(value: Any, method: _Method) -> bool:
@@ -597,12 +608,12 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return is_function or is_convertible(value) or isinstance(value, _Future)
 
     def _call_functions(self, method: _Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        given, named = method.dispatch(self, *args, **kwargs)
+        values, named = method.dispatch(self, *args, **kwargs)
         path = attribute_of(method.path)
         ranks = [0] if method.rank_zero else list(range(self.world_size))
-        calls = [RankCall(tuple(given), named)] if method.rank_zero else self._spread(given, named)
+        calls = [RankCall(tuple(values), named)] if method.rank_zero else self._spread(values, named)
         refs = self._send(path, ranks, calls)
-        outputs = [_returned(each) for each in self.group.receive(path, ranks, refs)] if method.blocking else refs
+        outputs = [_returned(output) for output in self.group.receive(path, ranks, refs)] if method.blocking else refs
         return method.collect(self, outputs[0] if method.rank_zero else outputs)
 
     def _spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
@@ -722,8 +733,8 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]  # the class is made below
         self.fused_worker_dict = {}
-        for name, (cls, given, named) in parts.items():
-            self.fused_worker_dict[name] = cls(*given, **named)
+        for name, (cls, positional, named) in parts.items():
+            self.fused_worker_dict[name] = cls(*positional, **named)
             setattr(self, name, self.fused_worker_dict[name])
         for worker in self.fused_worker_dict.values():
             worker.fused_worker_dict = self.fused_worker_dict
@@ -743,9 +754,9 @@ def _worker_base(cls: type) -> type:
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """Return one class that holds a worker of each class in one process; ``spawn`` separates them."""
-    made = RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
-    made.fused_worker_used = True
-    return made
+    merged = RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
+    merged.fused_worker_used = True
+    return merged
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:

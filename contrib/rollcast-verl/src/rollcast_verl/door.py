@@ -64,9 +64,9 @@ class Door(Worker):
 
         prefix, _, name = path.rpartition("/")
         method = getattr(self.find(prefix), name)
-        given = [to_verl(value) if isinstance(value, DataProto) else value for value in args]
+        values = [to_verl(value) if isinstance(value, DataProto) else value for value in args]
         named = {key: to_verl(value) if isinstance(value, DataProto) else value for key, value in kwargs.items()}
-        result = method(*given, **named)
+        result = method(*values, **named)
         if not convert:
             return result
         return self._converted_later(result) if inspect.iscoroutine(result) else self._converted(result)
@@ -139,8 +139,8 @@ def door_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], Dispat
     """
     members: dict[str, Any] = {}
     for path, (function, mode, blocking) in methods.items():
-        made = _method(path, inspect.iscoroutinefunction(function), mode is not None)
+        wrapped = _method(path, inspect.iscoroutinefunction(function), mode is not None)
         # verl's methods write to their arguments, so that each gets copies of its own.
         chosen = mode if mode is not None else "one_to_all"
-        members[attribute_of(path)] = register(dispatch_mode=chosen, blocking=blocking, mutates=True)(made)
+        members[attribute_of(path)] = register(dispatch_mode=chosen, blocking=blocking, mutates=True)(wrapped)
     return type(name, (Door,), members)

@@ -120,11 +120,11 @@ def _loss_option(name: str) -> Translate:
 
 
 def _clip(value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {}
+    fields = {}
     for side in ("low", "high"):
         if f"actor_rollout_ref.actor.clip_ratio_{side}" not in keys:
-            found[f"actor.clip_ratio_{side}"] = value
-    return found
+            fields[f"actor.clip_ratio_{side}"] = value
+    return fields
 
 
 def _trackers(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -629,9 +629,9 @@ def _reward() -> list[Rule]:
         ("reward.custom_reward_function", "reward.reward_manager.name"),
         ("custom_reward_function", "reward_model.reward_manager"),
     ]
-    found = []
+    lines = []
     for function, manager in both:
-        found += [
+        lines += [
             Rule(
                 f"{function}.path",
                 "reward.reward_kwargs.path",
@@ -651,7 +651,7 @@ def _reward() -> list[Rule]:
             ),
         ]
     for prefix in ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
-        found += [
+        lines += [
             Rule(
                 f"{prefix}.{name}",
                 f"reward.reward_manager_kwargs.overlong_buffer.{name}",
@@ -660,9 +660,9 @@ def _reward() -> list[Rule]:
             )
             for name in ("len", "penalty_factor")
         ]
-        found += _none("its presence enables it, and it is always a metric", f"{prefix}.enable", f"{prefix}.log")
+        lines += _none("its presence enables it, and it is always a metric", f"{prefix}.enable", f"{prefix}.log")
     return [
-        *found,
+        *lines,
         Rule("reward.reward_model.enable", "reward_model.enable", "a sequence classifier of one label"),
         Rule("reward_model.enable", "reward_model.enable", "a sequence classifier of one label", leaves_out=(None,)),
         Rule("reward.reward_model.model_path", "reward_model.model.path", leaves_out=(None,)),

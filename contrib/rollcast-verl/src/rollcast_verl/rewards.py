@@ -60,10 +60,10 @@ class VerlReward(BaseReward):
         self._allow_missing = tuple(allow_missing)
         use_sandbox(self._allow_missing)
         module, _, name = function.partition(":")
-        found = getattr(need_verl(module, "the reward verl"), name, None)
-        if not callable(found):
+        attribute = getattr(need_verl(module, "the reward verl"), name, None)
+        if not callable(attribute):
             raise ConfigError(f"reward.reward_kwargs.function is {function!r}, but {module} has no function {name!r}")
-        self._compute_score: Callable[..., Any] = found
+        self._compute_score: Callable[..., Any] = attribute
         self._kwargs = kwargs
 
     @property
@@ -224,10 +224,10 @@ class VerlManager(BaseRewardManager):
             raise ConfigError(
                 f"reward.reward_manager_kwargs do not fit verl's manager {self.theirs!r}: {error}"
             ) from error
-        found = manager(data, return_dict=True)
-        extra = {key: list(values) for key, values in found.get("reward_extra_info", {}).items()}
+        outcome = manager(data, return_dict=True)
+        extra = {key: list(values) for key, values in outcome.get("reward_extra_info", {}).items()}
         return [
-            _place(found["reward_tensor"][row], sample, {key: values[row] for key, values in extra.items()})
+            _place(outcome["reward_tensor"][row], sample, {key: values[row] for key, values in extra.items()})
             for row, sample in enumerate(samples)
         ]
 
@@ -239,10 +239,10 @@ class VerlManager(BaseRewardManager):
             manager = self._cls(config, _Texts(samples), score)
             return await asyncio.gather(*(manager.run_single(data[row : row + 1]) for row in range(len(samples))))
 
-        found = asyncio.run(run())
+        results = asyncio.run(run())
         return [
-            _finite(each["reward_score"], {k: v for k, v in each["reward_extra_info"].items() if k != "score"})
-            for each in found
+            _finite(result["reward_score"], {k: v for k, v in result["reward_extra_info"].items() if k != "score"})
+            for result in results
         ]
 
 
@@ -298,8 +298,8 @@ class _ComputeScore:
         )
 
     def _returned(self, value: Any) -> Any:
-        found = _as_mapping(_awaited(value))
-        return found["score"] if self._is_plain and isinstance(found, dict) else found
+        result = _as_mapping(_awaited(value))
+        return result["score"] if self._is_plain and isinstance(result, dict) else result
 
 
 def _awaited(value: Any) -> Any:

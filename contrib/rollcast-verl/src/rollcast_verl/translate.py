@@ -111,18 +111,18 @@ def load(path: Path | None, overrides: Sequence[str] = (), complete: bool = Fals
 def translate(config: DictConfig) -> Translation:
     """Translate a configuration of verl; every key of it gets a line."""
     keys = dict(_leaves(config, ""))
-    found = Translation()
+    translation = Translation()
     settings: dict[str, Any] = {}
     for key, value in keys.items():
         line = _line(key, value, keys)
-        found.lines.append(line)
+        translation.lines.append(line)
         settings.update(line.overrides)
     if "reward" not in settings and "reward.name" not in settings:
         settings["reward.name"] = "verl"
     settings = {**_BASE, **settings}
     first = {group: settings[group] for group in _GROUPS if group in settings}
-    found.settings = {**first, **{key: value for key, value in settings.items() if key not in first}}
-    return found
+    translation.settings = {**first, **{key: value for key, value in settings.items() if key not in first}}
+    return translation
 
 
 def _leaves(node: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:

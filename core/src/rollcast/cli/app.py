@@ -55,9 +55,9 @@ class _Group(TyperGroup):
         return [*built_in, *(name for name in _find_commands() if name not in built_in)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = super().get_command(ctx, cmd_name)
-        if found is not None:
-            return found
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
         plugin = _find_commands().get(cmd_name)
         return None if plugin is None else _build_forwarder(plugin)
 
@@ -66,15 +66,15 @@ class _Group(TyperGroup):
         if ctx.resilient_parsing and isinstance(command, _Forwarder):
             # A shell completes the arguments of this one command, and needs its options.
             with suppress(PluginError):
-                found = commands.get(str(name))
-                command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+                loaded = commands.get(str(name))
+                command = typer.main.get_command(loaded) if isinstance(loaded, typer.Typer) else loaded
         return name, command, rest
 
-    def complete_override(self, given: Sequence[str], incomplete: str) -> list[str]:
+    def complete_override(self, args: Sequence[str], incomplete: str) -> list[str]:
         """Return completions of an override; see :func:`rollcast.cli.completion.complete_override`."""
         from rollcast.cli.completion import complete_override
 
-        return complete_override(given, incomplete)
+        return complete_override(args, incomplete)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.epilog = _epilog(super().list_commands(ctx))
@@ -112,8 +112,8 @@ def _build_forwarder(plugin: PluginInfo) -> Any:
     """Build a command with the plugin's name that imports the plugin when it is called."""
 
     def forward(ctx: typer.Context) -> None:
-        found = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
-        command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+        loaded = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
+        command = typer.main.get_command(loaded) if isinstance(loaded, typer.Typer) else loaded
         _refuse_urls(command, ctx.args)
         # The parent context shares its ``meta``, and therefore --traceback, with the command's context.
         command.main(args=list(ctx.args), prog_name=plugin.name, parent=ctx.parent)
@@ -167,15 +167,17 @@ def _read_help(plugin: PluginInfo) -> str:
         tree = ast.parse(source.read_text(encoding="utf-8")) if source else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
         return ""
-    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     # As in Typer, the help of an application with several commands is the callback's.
-    own = [each for each in functions if _is_decorated(each, f"{attribute}.callback")] or [
-        each for each in functions if each.name == attribute or _is_decorated(each, f"{attribute}.command")
+    own = [function for function in functions if _is_decorated(function, f"{attribute}.callback")] or [
+        function
+        for function in functions
+        if function.name == attribute or _is_decorated(function, f"{attribute}.command")
     ]
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
-            texts = [each.value for each in statement.value.keywords if each.arg == "help"]
+            texts = [keyword.value for keyword in statement.value.keywords if keyword.arg == "help"]
             if attribute in names and texts and isinstance(texts[0], ast.Constant):
                 return str(texts[0].value).partition("\n")[0]
     return (ast.get_docstring(own[0]) or "").partition("\n")[0] if len(own) == 1 else ""
@@ -183,16 +185,18 @@ def _read_help(plugin: PluginInfo) -> str:
 
 def _is_decorated(function: ast.FunctionDef, by: str) -> bool:
     """Return True if ``@by`` or ``@by(...)`` decorates the function, such as ``app.command``."""
-    decorators = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
-    return any(ast.unparse(each) == by for each in decorators)
+    decorators = (
+        decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in function.decorator_list
+    )
+    return any(ast.unparse(decorator) == by for decorator in decorators)
 
 
 def version(_traceback: Traceback = False) -> None:
     """Show the versions of the core, the installed plugins, Python and the main libraries."""
     groups = [group for group in find_groups() if group.startswith("rollcast.")]
-    found = {plugin.distribution: plugin.version for group in groups for plugin in find_plugins(group)}
-    core = found.pop(CORE_DISTRIBUTION, None) or _installed(CORE_DISTRIBUTION)
-    rows = {CORE_DISTRIBUTION: core, **dict(sorted(found.items())), "python": platform.python_version()}
+    versions = {plugin.distribution: plugin.version for group in groups for plugin in find_plugins(group)}
+    core = versions.pop(CORE_DISTRIBUTION, None) or _installed(CORE_DISTRIBUTION)
+    rows = {CORE_DISTRIBUTION: core, **dict(sorted(versions.items())), "python": platform.python_version()}
     rows |= {name: _installed(name) for name in ("torch", "ray")}
     width = max(map(len, rows))
     print_lines(*(f"{name:<{width}}  {number}" for name, number in rows.items()))

@@ -63,11 +63,13 @@ def examine(setup: HealthSetup, only: Sequence[str] = ()) -> list[Examined]:
     Raises:
         PluginError: this Python does not know its own executable.
     """
-    found = [
-        each for each in find_plugins(health_checks.group) if not only or {each.name, each.distribution} & set(only)
+    plugins = [
+        plugin
+        for plugin in find_plugins(health_checks.group)
+        if not only or {plugin.name, plugin.distribution} & set(only)
     ]
-    ordered = sorted(found, key=lambda each: (each.distribution != "rollcast", each.distribution, each.name))
-    batches = [tuple(batch) for _, batch in groupby(ordered, key=lambda each: each.distribution)]
+    ordered = sorted(plugins, key=lambda plugin: (plugin.distribution != "rollcast", plugin.distribution, plugin.name))
+    batches = [tuple(batch) for _, batch in groupby(ordered, key=lambda plugin: plugin.distribution)]
     request = {"config": setup.config}
     # Daemons, and not an executor, whose threads an interrupted process would wait for: the children end with it.
     results: list[list[Examined]] = [[] for _ in batches]
@@ -82,20 +84,20 @@ def examine(setup: HealthSetup, only: Sequence[str] = ()) -> list[Examined]:
                 errors.append(error)
 
     threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(batches))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
-    return [each for part in results for each in part]
+    return [finding for part in results for finding in part]
 
 
 def _examine_one(plugins: Sequence[PluginInfo], request: Mapping[str, Any]) -> Iterator[Examined]:
     """Run the checks of one distribution; one that ends its process is a finding, and another process goes on."""
     left = list(plugins)
     while left:
-        names = [f"{each.distribution}:{each.name}" for each in left]
+        names = [f"{remaining_plugin.distribution}:{remaining_plugin.name}" for remaining_plugin in left]
         for kind, text in run_child({**request, "plugins": names}, _IMPORT_LIMIT_S, _BOOT):
             plugin = left.pop(0)
             if kind == "died":
@@ -127,7 +129,7 @@ def serve(request: Mapping[str, Any]) -> None:
     setup = HealthSetup(request["config"])
     for name in request["plugins"]:
         subject, findings = _run_one(name, setup, lambda seconds: answer("limit", str(seconds)))
-        answer("done", json.dumps({"subject": subject, "findings": [asdict(each) for each in findings]}))
+        answer("done", json.dumps({"subject": subject, "findings": [asdict(finding) for finding in findings]}))
         answer("limit", str(_IMPORT_LIMIT_S))
     # Threads and exit handlers that checks left behind are no reason to wait.
     os._exit(0)
@@ -143,10 +145,10 @@ def _run_one(name: str, setup: HealthSetup, limit: Callable[[float], None]) -> t
     subject, findings = str(getattr(check, "subject", "") or plain), []
     try:
         limit(float(check.timeout_s))
-        for each in check().run(setup):
-            if not isinstance(each, Finding):
-                raise TypeError(f"run() returned {each!r}, which is not a Finding")
-            findings.append(each)
+        for finding in check().run(setup):
+            if not isinstance(finding, Finding):
+                raise TypeError(f"run() returned {finding!r}, which is not a Finding")
+            findings.append(finding)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # a stranger's check may raise anything
         text = f"the check {plain!r} of {distribution} raised {type(error).__name__}: {error}"
         findings.append(_broken(text, distribution))

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 __all__ = ["complete_override"]
 
 
-def complete_override(given: Sequence[str], incomplete: str) -> list[str]:
+def complete_override(args: Sequence[str], incomplete: str) -> list[str]:
     """Return what the override under the cursor may become; imports no plugin but the packages of configuration.
 
     Args:
         given: words before the cursor. Bash makes three of ``recipe=quickstart``, and completes the third alone.
         incomplete: word under the cursor.
     """
-    words = re.sub(r" ?= ?", "=", " ".join(given)).split(" ") if given else []
+    words = re.sub(r" ?= ?", "=", " ".join(args)).split(" ") if args else []
     last = words[-1] if words else ""
     # No override is a bare word, so a key that stands alone waits for its value.
     if last and "=" not in incomplete and (last.endswith("=") or "=" not in last):
@@ -52,7 +52,7 @@ def _values(key: str) -> list[str]:
         return options
     for module in registry_modules():
         importlib.import_module(module)
-    return sorted({name for each in find_registries() if key in each.config_keys for name in each.names()})
+    return sorted({name for registry in find_registries() if key in registry.config_keys for name in registry.names()})
 
 
 def _keys(words: Sequence[str], begun: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ def doctor(
     from rollcast.errors import PluginNotFoundError
     from rollcast.plugins.discovery import find_plugins
 
-    known = {name for each in find_plugins(health_checks.group) for name in (each.name, each.distribution)}
+    known = {name for plugin in find_plugins(health_checks.group) for name in (plugin.name, plugin.distribution)}
     if unknown := sorted(set(only or ()) - known):
         raise PluginNotFoundError(
             f"--only {unknown[0]}: there is no such check or distribution; there are: {', '.join(sorted(known))}"
@@ -85,7 +85,7 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     try:
         return compose(overrides, config_dir, allow_missing=True)
     except ConfigError:
-        if any(each.partition("=")[0] in ("recipe", "trainer") for each in overrides):
+        if any(override.partition("=")[0] in ("recipe", "trainer") for override in overrides):
             raise
         for trainer in find_options("trainer", config_dir):
             try:
@@ -103,11 +103,11 @@ def _render(rows: Sequence[Examined]) -> Iterator[Text]:
     for subject, group in groupby(ordered, key=lambda row: row.subject):
         yield Text(subject, style="bold")
         for row in group:
-            each = row.finding
-            state = (f"{each.state:<7}", _STYLES[each.state])
-            yield Text.assemble("  ", state, f"  {each.name:<{names}}  {each.found}")
-            if each.mend:
-                yield Text.assemble(f"  {'':<7}  {'':<{names}}  ", ("mend: ", "cyan"), each.mend)
+            finding = row.finding
+            state = (f"{finding.state:<7}", _STYLES[finding.state])
+            yield Text.assemble("  ", state, f"  {finding.name:<{names}}  {finding.found}")
+            if finding.mend:
+                yield Text.assemble(f"  {'':<7}  {'':<{names}}  ", ("mend: ", "cyan"), finding.mend)
 
 
 def _by_subject(rows: Sequence[Examined]) -> list[Examined]:

@@ -32,17 +32,17 @@ def explain(
     from rollcast.errors import ConfigError
 
     composed = compose(overrides or (), config_dir, allow_missing=True)
-    found = describe_keys(composed, key)
-    if not found:
+    keys = describe_keys(composed, key)
+    if not keys:
         raise ConfigError(unknown_key(key, composed.sections.known(), {key: "command line"}))
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    elif len(found) == 1 and key in found:
-        ((name, about),) = found.items()
+        typer.echo(json.dumps(keys, indent=2))
+    elif len(keys) == 1 and key in keys:
+        ((name, about),) = keys.items()
         print_lines(name, *(f"  {label:<8} {text}" for label, text in _rows(about)))
     else:
-        width = max(map(len, found))
-        print_lines(*(f"{name:<{width}}  {about['doc']}" for name, about in found.items()))
+        width = max(map(len, keys))
+        print_lines(*(f"{name:<{width}}  {about['doc']}" for name, about in keys.items()))
 
 
 def describe_keys(composed: Composed, key: str) -> dict[str, dict[str, Any]]:

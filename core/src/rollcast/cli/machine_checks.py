@@ -90,8 +90,8 @@ class VersionsCheck(BaseHealthCheck):
             for name, version in installed.items()
             if core is not None and version != core
         ]
-        others = {each.distribution for group in find_groups() for each in find_plugins(group)}
-        checked = sorted({CORE_DISTRIBUTION, *installed, *(each for each in others if each)})
+        others = {plugin.distribution for group in find_groups() for plugin in find_plugins(group)}
+        checked = sorted({CORE_DISTRIBUTION, *installed, *(other for other in others if other)})
         faults += [fault for name in checked for fault in _unmet(name)]
         yield from faults
         if not faults:
@@ -166,16 +166,16 @@ class LimitsCheck(BaseHealthCheck):
     def _shared_memory(self) -> Finding:
         room = os.statvfs(self.shared)
         size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-        found = f"{_size(free)} free of {_size(size)} in {self.shared}"
+        space = f"{_size(free)} free of {_size(size)} in {self.shared}"
         bigger = f"start the container with --shm-size=16g (or --ipc=host), or: mount -o remount,size=16G {self.shared}"
         if size <= _DOCKERS_SHARED or free < _DOCKERS_SHARED:
             mend = bigger if size <= _DOCKERS_SHARED else f"delete what crashed processes left: ls -lt {self.shared}"
-            return problem("shared memory", f"{found}; tensors between processes do not fit", mend)
+            return problem("shared memory", f"{space}; tensors between processes do not fit", mend)
         if free < _LITTLE_SHARED:
             return warning(
-                "shared memory", found, f"{bigger}; crashed processes may have left files: ls -lt {self.shared}"
+                "shared memory", space, f"{bigger}; crashed processes may have left files: ls -lt {self.shared}"
             )
-        return ok("shared memory", found)
+        return ok("shared memory", space)
 
     def _open_files(self) -> Finding:
         import resource
@@ -187,10 +187,10 @@ class LimitsCheck(BaseHealthCheck):
             "" if most >= _GOOD_FILES else " as root, or LimitNOFILE= of the service, or nofile in limits.conf"
         )
         if soft != resource.RLIM_INFINITY and soft < _GOOD_FILES:
-            found = f"a process may have {limit} files open (hard limit {hard if hard >= 0 else 'none'})"
+            limits = f"a process may have {limit} files open (hard limit {hard if hard >= 0 else 'none'})"
             if soft < _FEWEST_FILES:
-                return problem("open files", f"{found}, which the sockets of workers and replicas exhaust", mend)
-            return warning("open files", f"{found}; a run with many workers needs {_GOOD_FILES}", mend)
+                return problem("open files", f"{limits}, which the sockets of workers and replicas exhaust", mend)
+            return warning("open files", f"{limits}; a run with many workers needs {_GOOD_FILES}", mend)
         return ok("open files", f"a process may have {limit} files open")
 
 
@@ -226,14 +226,14 @@ class DiskCheck(BaseHealthCheck):
             return problem(
                 name, f"{folder} cannot be written ({there}: {reason})", f"chmod or free {there}; or {elsewhere}"
             )
-        found = f"{_size(usage.free)} free of {_size(usage.total)} for {folder}"
+        space = f"{_size(usage.free)} free of {_size(usage.total)} for {folder}"
         if usage.free < _LEAST_DISK:
-            return problem(name, found, f"free space on the disk of {there}; or {elsewhere}")
+            return problem(name, space, f"free space on the disk of {there}; or {elsewhere}")
         if files.f_files and files.f_favail == 0:
             return problem(name, f"no more files can be made on the disk of {there}", f"delete files; or {elsewhere}")
         if usage.free < _LITTLE_DISK:
-            return warning(name, f"{found}; checkpoints may fill it", f"free space; or {elsewhere}")
-        return ok(name, found)
+            return warning(name, f"{space}; checkpoints may fill it", f"free space; or {elsewhere}")
+        return ok(name, space)
 
 
 class NetworkCheck(BaseHealthCheck):

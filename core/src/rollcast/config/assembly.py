@@ -180,7 +180,7 @@ def _find_named(config: DictConfig, sections: Sections) -> Iterator[tuple[Regist
 
     for module in registry_modules():
         importlib.import_module(module)
-    likes = {each.path: each.hosts.like for each in sections.placed if each.hosts and each.hosts.like}
+    likes = {section.path: section.hosts.like for section in sections.placed if section.hosts and section.hosts.like}
     for registry in find_registries():
         also = (f"{path}.name" for path, like in likes.items() if f"{like}.name" in registry.config_keys)
         for key in (*registry.config_keys, *also):
@@ -217,11 +217,13 @@ def _take_out_foreign(
     values: Sequence[Override],
 ) -> None:
     """Take out keys that a recipe sets for its own engine or rollout where the user chose another, and say so."""
-    typed = {key for each in values for key in flatten({each.key: each.value}) if not each.deletes}
+    typed = {key for value in values for key in flatten({value.key: value.value}) if not value.deletes}
     notes: dict[tuple[str, str], list[str]] = {}
-    for key in sections.take_out_foreign(tree, {each.key for each in chosen}, typed):
+    for key in sections.take_out_foreign(tree, {override.key for override in chosen}, typed):
         path, group = sections.foreign[key]
-        option = sections.options.get(path) or next((each.value for each in chosen if each.key == group), "")
+        option = sections.options.get(path) or next(
+            (override.value for override in chosen if override.key == group), ""
+        )
         notes.setdefault((origin_of(key, origins), f"{group}={option}"), []).append(key)
         for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
             del origins[name]
@@ -232,12 +234,12 @@ def _take_out_foreign(
 def _check_options(sections: Sections, tree: Mapping[str, Any], origins: Mapping[str, str], sources: Sources) -> None:
     """Refuse a key that names an option of a config group which no installed package has."""
     # Not the user's folder: who reads the option later may not know of it.
-    installed = [each for each in sources.found if each.package]
+    installed = [source for source in sources.found if source.package]
     for key, kind in sections.known().items():
         mark, value = option_of(kind), find(tree, key)
         if mark is None or value in (None, MISSING) or find_config_files(installed, f"{mark.group}/{value}"):
             continue
-        options = sorted({file.stem for each in installed for file in (each.folder / mark.group).glob("*.yaml")})
+        options = sorted({file.stem for source in installed for file in (source.folder / mark.group).glob("*.yaml")})
         where = f"{origin_of(key, origins)}: {key}: "
         raise ConfigError(explain_option(mark.group, value, options, sources.broken, where))
 

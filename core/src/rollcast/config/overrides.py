@@ -87,7 +87,7 @@ class Override:
 def format_override(key: str, value: str) -> str:
     """Return an override that sets ``key`` to exactly this text, whatever characters it contains."""
     # Hydra reads a backslash literally, except before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)
     return f"{key}='{escaped}'"
 
 
@@ -139,7 +139,7 @@ class Combination:
 
         It is the same each time, so the same sweep finds its runs again.
         """
-        named = ",".join(each.lstrip("+") for each in self.swept if _parse(each).key_or_group != "run_dir")
+        named = ",".join(text.lstrip("+") for text in self.swept if _parse(text).key_or_group != "run_dir")
         name = quote(named, safe="=,+@~ '\"()[]{}")
         digest = hashlib.sha256(named.encode()).hexdigest()[:12]
         return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{digest}"
@@ -183,9 +183,13 @@ def with_mappings(overrides: Sequence[Override]) -> list[Override]:
     Raises:
         ConfigError: A file cannot be read, or is not a mapping file.
     """
-    files = [each for each in overrides if each.key == _MAPPING and not each.deletes]
-    found = [replace(parse_override(text), file=str(each.value)) for each in files for text in _read_mapping(each)]
-    return [*found, *(each for each in overrides if each.key != _MAPPING)]
+    files = [override for override in overrides if override.key == _MAPPING and not override.deletes]
+    overrides_of_files = [
+        replace(parse_override(text), file=str(mapping_file.value))
+        for mapping_file in files
+        for text in _read_mapping(mapping_file)
+    ]
+    return [*overrides_of_files, *(override for override in overrides if override.key != _MAPPING)]
 
 
 def _read_mapping(override: Override) -> list[str]:
@@ -227,7 +231,7 @@ def check_option(override: Override, options: Sequence[str], broken: Sequence[st
 def explain_option(group: str, option: str, options: Sequence[str], broken: Iterable[str], where: str = "") -> str:
     """Return the message for an option that no source provides."""
     registry, key = _PLUGIN_GROUPS.get(group, ("", ""))
-    plugin = next((each for each in find_plugins(registry) if each.name == option), None)
+    plugin = next((candidate for candidate in find_plugins(registry) if candidate.name == option), None)
     if plugin is not None:
         message = (
             f"{where}{group}={option}: {plugin.owner} provides the plugin {option!r}, but no installed package has a "

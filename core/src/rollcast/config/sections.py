@@ -120,17 +120,17 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def hosts_of(kind: Any) -> Hosts | None:
-    return next((each for each in _unwrap(kind)[1] if isinstance(each, Hosts)), None)
+    return next((annotation for annotation in _unwrap(kind)[1] if isinstance(annotation, Hosts)), None)
 
 
 def option_of(kind: Any) -> OptionOf | None:
     """Return the mark of a field that names an option of a config group, else None."""
-    return next((each for each in _unwrap(kind)[1] if isinstance(each, OptionOf)), None)
+    return next((annotation for annotation in _unwrap(kind)[1] if isinstance(annotation, OptionOf)), None)
 
 
 def on_accelerator(kind: Any) -> OnAccelerator | None:
     """Return the default of a field on an accelerator, if it has one of its own."""
-    return next((each for each in _unwrap(kind)[1] if isinstance(each, OnAccelerator)), None)
+    return next((annotation for annotation in _unwrap(kind)[1] if isinstance(annotation, OnAccelerator)), None)
 
 
 def _join(path: str, name: str) -> str:
@@ -182,8 +182,8 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def find(tree: Any, path: str) -> Any:
@@ -207,9 +207,11 @@ def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], t
     ranked = sorted(schemas, key=lambda schema: (not schema.option, not schema.group))
     placed = [Section(schema.path, schema.schema) for schema in ranked if schema.path is not None and holds(schema)]
     placed.append(Section("", RootConfig))
-    found = {key: mark for each in placed for key, kind in walk(each.path, each.schema) if (mark := hosts_of(kind))}
+    hosts = {
+        key: mark for section in placed for key, kind in walk(section.path, section.schema) if (mark := hosts_of(kind))
+    }
     options: dict[str, str | None] = {}
-    for path, mark in sorted(found.items(), key=lambda item: bool(item[1].like)):
+    for path, mark in sorted(hosts.items(), key=lambda item: bool(item[1].like)):
         able = [schema for schema in ranked if schema.path is None and schema.group == mark.group]
         named = find(tree, f"{path}.name")
         # An engine without its own schema uses that of the chosen option.
@@ -221,7 +223,7 @@ def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], t
     foreign = {
         key: (path, schema.group)
         for schema in ranked
-        for path in ([schema.path] if schema.path is not None else [p for p in found if found[p].group == schema.group])
+        for path in ([schema.path] if schema.path is not None else [p for p in hosts if hosts[p].group == schema.group])
         if schema.option and schema.option != options.get(path, choices.get(schema.group))
         for key, _ in walk(path, schema.schema)
     }
@@ -245,18 +247,18 @@ class Sections:
     def known(self) -> dict[str, Any]:
         """Return the annotation of every key and section by dotted path; None for a section without an annotation."""
         known: dict[str, Any] = {}
-        for each in self.placed:
-            parts = each.path.split(".") if each.path else []
+        for section in self.placed:
+            parts = section.path.split(".") if section.path else []
             for depth in range(1, len(parts) + 1):
                 known.setdefault(".".join(parts[:depth]), None)
-            known |= dict(walk(each.path, each.schema))
+            known |= dict(walk(section.path, section.schema))
         return known
 
     def docs(self) -> dict[str, str]:
         """Return the documentation of every documented key and section, by dotted path."""
         docs: dict[str, str] = {}
-        for each in reversed(self.placed):
-            docs |= walk_docs(each.path, each.schema)
+        for section in reversed(self.placed):
+            docs |= walk_docs(section.path, section.schema)
         return docs
 
     def check_keys(self, tree: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -295,7 +297,9 @@ class Sections:
                 continue
             section, _, leaf = key.rpartition(".")
             node = find(tree, section)
-            is_typed = any(f"{each}.".startswith(f"{key}.") or f"{key}.".startswith(f"{each}.") for each in typed)
+            is_typed = any(
+                f"{typed_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{typed_key}.") for typed_key in typed
+            )
             if isinstance(node, dict) and leaf in node and not is_typed:
                 del node[leaf]
                 removed.append(key)
@@ -309,7 +313,7 @@ class Sections:
             origins: Dotted key → what set it; the new keys are added.
             device: Function that returns the kind of device of the run; called only if a default depends on it.
         """
-        for path, schema, mark in ((each.path, each.schema, each.hosts) for each in self.placed):
+        for path, schema, mark in ((section.path, section.schema, section.hosts) for section in self.placed):
             target = tree
             for step in path.split(".") if path else ():
                 if not isinstance(target.get(step), dict):
@@ -328,9 +332,9 @@ class Sections:
             ConfigError: A value is invalid, or a mandatory value is not set.
         """
         unset = sorted(key for key, value in flatten(tree).items() if value == MISSING)
-        for each in self.placed:
-            node = find(tree, each.path)
-            instance = validate_section(each.schema, node, each.path, origins, unset)
+        for section in self.placed:
+            node = find(tree, section.path)
+            instance = validate_section(section.schema, node, section.path, origins, unset)
             if instance is not None:
                 _overlay(node, _plain(instance))
         if unset and not allow_missing:
@@ -342,17 +346,17 @@ def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
 
     A key with a default of its own on accelerators also has ``on_accelerator``, that default, and ``reason``.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for each in sections.placed:
-        docs, owners = walk_docs(each.path, each.schema), _owners(each.schema, each.path)
-        defaults = flatten(nest(each.path, defaults_of(each.schema)))
-        for key, kind in walk(each.path, each.schema):
+    sections_by_path: dict[str, dict[str, Any]] = {}
+    for section in sections.placed:
+        docs, owners = walk_docs(section.path, section.schema), _owners(section.schema, section.path)
+        defaults = flatten(nest(section.path, defaults_of(section.schema)))
+        for key, kind in walk(section.path, section.schema):
             if dataclass_in(kind) is None:
                 about = {"doc": docs.get(key, ""), "takes": describe(kind), "default": defaults.get(key)}
                 mark = on_accelerator(kind)
                 about |= {"on_accelerator": mark.value, "reason": mark.reason} if mark else {}
-                found.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
-    return found
+                sections_by_path.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
+    return sections_by_path
 
 
 def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, str], origins: dict[str, str]) -> None:
@@ -370,7 +374,7 @@ def _merge_by_device(
     target: dict[str, Any], schema: type, path: str, device: Callable[[], str], origins: dict[str, str]
 ) -> None:
     """Set the missing keys whose default on the run's device is not that of a CPU, and their origins."""
-    given, defaults = dict(target), defaults_of(schema)
+    values, defaults = dict(target), defaults_of(schema)
     for name, kind in field_types(schema).items():
         key, inner, mark = _join(path, name), dataclass_in(kind), on_accelerator(kind)
         if inner is not None:
@@ -379,7 +383,7 @@ def _merge_by_device(
             if isinstance(section, dict):
                 _merge_by_device(section, inner, key, device, origins)
                 target |= {name: section} if section else {}
-        if mark is None or name in target or not (mark.applies is None or mark.applies(given)):
+        if mark is None or name in target or not (mark.applies is None or mark.applies(values)):
             continue
         if device() != CPU.name:
             target[name] = _plain(mark.value)
@@ -431,10 +435,10 @@ def validate_section(
     try:
         instance = _adapter(schema).validate_python(own)
     except ValidationError as error:
-        found = [each for each in error.errors(include_url=False) if each["type"] != "missing"]
-        if not found and unset:
+        problems = [problem for problem in error.errors(include_url=False) if problem["type"] != "missing"]
+        if not problems and unset:
             return None
-        raise ConfigError(_refusal(schema, (found or error.errors())[0], own, path, origins)) from error
+        raise ConfigError(_refusal(schema, (problems or error.errors())[0], own, path, origins)) from error
     _refuse_bools(schema, own, path, origins)
     _refuse_urls(schema, own, path, origins)
     _refuse_not_finite(schema, instance, path, origins)
@@ -462,7 +466,7 @@ def _refuse_not_finite(kind: Any, value: Any, key: str, origins: Mapping[str, st
 def _items_of(kind: Any) -> Any:
     """Return the type of the items of a list or of the values of a mapping."""
     arguments = next(
-        (found for option in _options(_unwrap(kind)[0]) if (found := typing.get_args(_unwrap(option)[0]))), ()
+        (literals for option in _options(_unwrap(kind)[0]) if (literals := typing.get_args(_unwrap(option)[0]))), ()
     )
     return arguments[-1] if arguments else Any
 
@@ -538,8 +542,8 @@ def nest(path: str, node: Any) -> dict[str, Any]:
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the option most similar to ``word``; None if no similarity reaches ``cutoff`` (from 0 to 1)."""
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
@@ -618,7 +622,7 @@ def describe(kind: Any, value: Any = None) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(describe(option, value) for option in arguments)
     if origin is typing.Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(each) for each in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(argument) for argument in arguments)
     bounds = _describe_bounds(metadata)
     fits = isinstance(value, (int, float) if bare is float else bare) if bare in (int, float) else False
     if bounds and fits and not isinstance(value, bool):
@@ -634,7 +638,7 @@ def describe(kind: Any, value: Any = None) -> str:
 
 
 def _describe_bounds(metadata: Iterable[Any]) -> str:
-    marks = [each for mark in metadata for each in (getattr(mark, "metadata", None) or [mark])]
+    marks = [annotation for mark in metadata for annotation in (getattr(mark, "metadata", None) or [mark])]
     bounds = {
         name: getattr(mark, name)
         for mark in marks

@@ -107,12 +107,12 @@ def find_sources(config_dir: Path | None = None) -> Sources:
     Raises:
         ConfigError: ``config_dir`` is not a folder.
     """
-    found: list[ConfigSource] = []
+    sources: list[ConfigSource] = []
     broken: list[str] = []
     if config_dir is not None:
         if not config_dir.is_dir():
             raise ConfigError(f"--config-dir {config_dir} is not a folder")
-        found.append(ConfigSource("--config-dir", "", config_dir.resolve()))
+        sources.append(ConfigSource("--config-dir", "", config_dir.resolve()))
     for part in find_plugins(configs.group):
         try:
             module = importlib.import_module(part.value)
@@ -123,8 +123,8 @@ def find_sources(config_dir: Path | None = None) -> Sources:
             logger.warning("%s", broken[-1])
             continue
         if module.__file__ is not None:
-            found.append(ConfigSource(part.distribution, part.value, Path(module.__file__).parent))
-    return Sources(tuple(found), tuple(broken))
+            sources.append(ConfigSource(part.distribution, part.value, Path(module.__file__).parent))
+    return Sources(tuple(sources), tuple(broken))
 
 
 def _check_schemas(module: Any) -> None:
@@ -147,8 +147,8 @@ def find_config_files(sources: Sequence[ConfigSource], config_path: str) -> list
 
 def find_options(group: str, config_dir: Path | None = None) -> list[str]:
     """Return the options of a config group, sorted."""
-    found = find_sources(config_dir).found
-    return sorted({file.stem for source in found for file in (source.folder / group).glob("*.yaml")})
+    sources = find_sources(config_dir).found
+    return sorted({file.stem for source in sources for file in (source.folder / group).glob("*.yaml")})
 
 
 def register_search_path(sources: Sequence[ConfigSource]) -> None:

@@ -153,10 +153,12 @@ class InputColumns:
         Raises:
             ColumnError: no column has this prefix.
         """
-        found = {name.removeprefix(prefix): column for name, column in self.columns.items() if name.startswith(prefix)}
-        if not found:
+        matching = {
+            name.removeprefix(prefix): column for name, column in self.columns.items() if name.startswith(prefix)
+        }
+        if not matching:
             raise self._missing(prefix)
-        return found
+        return matching
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Self:
         """Return these inputs with ``columns`` added or replaced."""
@@ -564,7 +566,7 @@ def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tens
         for name, column in inputs.columns.items()
     }
     old = inputs.old_log_probs.reshape(1, -1)
-    given = replace(
+    filled = replace(
         inputs,
         log_probs=old,
         old_log_probs=old,
@@ -572,7 +574,7 @@ def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tens
         response_mask=inputs.response_mask.reshape(1, -1),
         columns={name: column.reshape(1, -1) for name, column in wide.items()},
     )
-    return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, given).items()}
+    return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, filled).items()}
 
 
 def _try(name: str, call: Callable[[], Any]) -> Any:
@@ -589,20 +591,20 @@ def _try(name: str, call: Callable[[], Any]) -> Any:
         raise PluginTypeError(f"{name} fails on a small batch: {type(error).__name__}: {error}") from error
 
 
-def _check_output(name: str, part: str, found: Any, mask: Tensor, hint: str = "") -> None:
+def _check_output(name: str, part: str, value: Any, mask: Tensor, hint: str = "") -> None:
     import torch
 
     shape = list(mask.shape)
-    if not isinstance(found, torch.Tensor) or list(found.shape) != shape or not found.is_floating_point():
+    if not isinstance(value, torch.Tensor) or list(value.shape) != shape or not value.is_floating_point():
         raise PluginTypeError(
-            f"{name} returned {part} that are {_describe(found)} for a batch of {shape[0]} rows and {shape[1]} "
+            f"{name} returned {part} that are {_describe(value)} for a batch of {shape[0]} rows and {shape[1]} "
             f"positions; they have to be float32 {shape}{hint}"
         )
-    _check_finite(name, part, found[mask != 0])
+    _check_finite(name, part, value[mask != 0])
 
 
-def _check_finite(name: str, part: str, found: Tensor) -> None:
-    if not bool(found.isfinite().all()):
+def _check_finite(name: str, part: str, value: Tensor) -> None:
+    if not bool(value.isfinite().all()):
         raise PluginTypeError(f"{name} returned {part} with NaN or infinity for a small batch of ordinary numbers")
 
 
@@ -616,10 +618,10 @@ def _check_gradient(name: str, total: Tensor, leaf: Tensor) -> None:
         _check_finite(name, "values whose gradient is", gradient)
 
 
-def _describe(found: Any) -> str:
+def _describe(value: Any) -> str:
     import torch
 
-    return f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 class _NoOptions(dict[str, Any]):

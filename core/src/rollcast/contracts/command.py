@@ -126,8 +126,8 @@ def record_command(arguments: Sequence[str]) -> None:
 def read_command() -> tuple[list[str], str]:
     """Return the arguments and the folder of the command that this process belongs to; empty if there is none."""
     try:
-        found = json.loads(os.environ.get(_COMMAND, ""))
-        return [str(each) for each in found["arguments"]], str(found["folder"])
+        command = json.loads(os.environ.get(_COMMAND, ""))
+        return [str(argument) for argument in command["arguments"]], str(command["folder"])
     except (ValueError, KeyError, TypeError):
         return [], ""
 
@@ -184,8 +184,8 @@ class ProgressLine:
     @property
     def rate(self) -> float | None:
         """Items per second since the start; None before the first."""
-        made = self.done - self._before
-        return made / max(self.seconds, 1e-9) if made > 0 else None
+        progress = self.done - self._before
+        return progress / max(self.seconds, 1e-9) if progress > 0 else None
 
     @property
     def remaining(self) -> float | None:

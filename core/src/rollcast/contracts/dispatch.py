@@ -270,7 +270,7 @@ def find_batch_type(value: Any) -> BatchType | None:
     """Return the batch type of another framework's batch; None if no plugin registers its class."""
     for name in batch_types.names():
         plugin = batch_types.get(name)
-        found = plugin() if isinstance(plugin, type) else plugin
-        if isinstance(value, found.kind):
-            return found
+        mode = plugin() if isinstance(plugin, type) else plugin
+        if isinstance(value, mode.kind):
+            return mode
     return None

@@ -51,5 +51,7 @@ def _sync_folder(folder: Path) -> None:
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint with the highest step; every ``step_N`` is complete, because it is written atomically."""
-    found = [(int(match[1]), path) for path in run_dir.glob("checkpoints/*") if (match := _STEP.fullmatch(path.name))]
-    return max(found)[1] if found else None
+    checkpoints = [
+        (int(match[1]), path) for path in run_dir.glob("checkpoints/*") if (match := _STEP.fullmatch(path.name))
+    ]
+    return max(checkpoints)[1] if checkpoints else None

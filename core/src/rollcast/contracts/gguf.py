@@ -45,12 +45,12 @@ def find_gguf(names: Iterable[str], path: str, key: str) -> str | None:
         ConfigError: there are several.
     """
     names = list(names)
-    found = sorted(name for name in names if name.lower().endswith(".gguf"))
-    if not found or any(fnmatch(name, pattern) for name in names for pattern in _OTHER_WEIGHTS):
+    files = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if not files or any(fnmatch(name, pattern) for name in names for pattern in _OTHER_WEIGHTS):
         return None
-    if len(found) > 1:
-        raise ConfigError(f"{key}={path} has several GGUF files; name one of them: {', '.join(found)}")
-    return found[0]
+    if len(files) > 1:
+        raise ConfigError(f"{key}={path} has several GGUF files; name one of them: {', '.join(files)}")
+    return files[0]
 
 
 def missing_packages() -> list[str]:

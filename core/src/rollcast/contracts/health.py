@@ -62,19 +62,19 @@ class Finding:
             )
 
 
-def ok(name: str, found: str) -> Finding:
+def ok(name: str, state: str) -> Finding:
     """Return a finding without a problem."""
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", state)
 
 
-def warning(name: str, found: str, mend: str) -> Finding:
+def warning(name: str, state: str, mend: str) -> Finding:
     """Return a finding that may affect a run."""
-    return Finding(name, "warning", found, mend)
+    return Finding(name, "warning", state, mend)
 
 
-def problem(name: str, found: str, mend: str) -> Finding:
+def problem(name: str, state: str, mend: str) -> Finding:
     """Return a finding that makes a run fail."""
-    return Finding(name, "problem", found, mend)
+    return Finding(name, "problem", state, mend)
 
 
 @dataclass(frozen=True)

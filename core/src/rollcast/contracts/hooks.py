@@ -219,7 +219,9 @@ def find_hook_mistake(listener: object) -> str | None:
     Args:
         listener: module, object or class; nothing of it runs.
     """
-    known = {name: inspect.signature(each).parameters for name, each in globals().items() if name.startswith("on_")}
+    known = {
+        name: inspect.signature(function).parameters for name, function in globals().items() if name.startswith("on_")
+    }
     for attribute, event, options in _find_hookimpls(listener):
         if event not in known:
             if options.get("optionalhook"):
@@ -246,7 +248,11 @@ def _required_arguments(listener: object, attribute: str) -> list[str]:
     if not is_own and not isinstance(member, staticmethod) and not inspect.ismethod(member):
         parameters = parameters[1:]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in positional and each.default is each.empty]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in positional and parameter.default is parameter.empty
+    ]
 
 
 hooks: Registry[Any] = Registry(
@@ -292,13 +298,15 @@ def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = 
             # An installed listener is a stranger's: its errors say who raised them.
             manager.register(_Named(listener, owner), name=owner)
             added.append(listener)
-    for each in extra:
-        owner = f"extra hooks {getattr(each, '__name__', None) or f'of type {type(each).__qualname__}'}"
-        complaint = _is_listener(each)
+    for parameter_name in extra:
+        owner = (
+            f"extra hooks {getattr(parameter_name, '__name__', None) or f'of type {type(parameter_name).__qualname__}'}"
+        )
+        complaint = _is_listener(parameter_name)
         if complaint is not None:
             raise PluginTypeError(f"{owner}: it {complaint}")
         try:
-            listener = _create(each)
+            listener = _create(parameter_name)
         except Exception as error:
             raise PluginTypeError(f"{owner} could not be created: {error!r}") from error
         if any(listener is other for other in added):

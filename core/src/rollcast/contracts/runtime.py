@@ -217,8 +217,8 @@ def cut_here(
 ) -> list[Any]:
     """Fetch whole values, each only once, and cut the requested rows in this process."""
     refs = {id(cut.ref): cut.ref for cut in cuts}
-    found = dict(zip(refs, fetch(list(refs.values()), timeout), strict=True))
-    return [cut.of(found[id(cut.ref)]) for cut in cuts]
+    values = dict(zip(refs, fetch(list(refs.values()), timeout), strict=True))
+    return [cut.of(values[id(cut.ref)]) for cut in cuts]
 
 
 class Store(Protocol):

@@ -96,12 +96,12 @@ def explain_url(url: str, error: Exception, where: str = "") -> str:
     from fsspec.registry import available_protocols, known_implementations
 
     protocols = re.findall(r"([\w+.-]+)(?=::|://)", url)  # several if they are chained, as in simplecache::s3://
-    unknown = [each for each in protocols if each not in available_protocols()]
+    unknown = [protocol for protocol in protocols if protocol not in available_protocols()]
     if unknown:
         return f"fsspec has no file system {unknown[0]!r}; it has {', '.join(sorted(available_protocols()))}"
     if not isinstance(error, (ImportError, OSError)):  # an argument that no URL carries
         return str(error)
-    hints = [hint for each in protocols if (hint := known_implementations.get(each, {}).get("err"))]
+    hints = [hint for protocol in protocols if (hint := known_implementations.get(protocol, {}).get("err"))]
     reason = "; ".join(dict.fromkeys([str(error) or type(error).__name__, *hints]))
     return f"{reason} (in {where})" if hints and where else reason
 
@@ -258,24 +258,31 @@ class NodeCopies:
             raise ConfigError(f"{shown} cannot be read: {explain_url(source, error)}") from error
         name = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2]) or "root"
         digest = hashlib.blake2b(f"{source} {fingerprint}".encode(), digest_size=12).hexdigest()
-        made = NodeCopy(source, str(_cache_folder(in_memory) / digest / name), fingerprint, size)
-        self._copies[source, in_memory, ""] = made
-        return made
+        copy = NodeCopy(source, str(_cache_folder(in_memory) / digest / name), fingerprint, size)
+        self._copies[source, in_memory, ""] = copy
+        return copy
 
     def _convert(self, path: str, in_memory: bool, key: str) -> str:
         """Plan the folder of a model in a GGUF file, and return its path; a local one is made at once."""
-        copied = next((each for each in self.planned if each.target == path and not each.override_config), None)
+        copied = next(
+            (
+                planned_copy
+                for planned_copy in self.planned
+                if planned_copy.target == path and not planned_copy.override_config
+            ),
+            None,
+        )
         names = _list_names(path if copied is None else copied.source)
         name = Path(path).name if path.lower().endswith(".gguf") else find_gguf(names, path, key)
         if name is None or not names:
             return path
-        found = Path(path).expanduser().absolute()
-        file = str(found if found.name == name else found / name)
+        local = Path(path).expanduser().absolute()
+        file = str(local if local.name == name else local / name)
         digest = digest_gguf(Path(file)) if copied is None else copied.fingerprint
         target = str(_cache_folder(in_memory) / f"{digest}-gguf" / name[: -len(".gguf")])
-        made = self._copies[file, in_memory, "gguf"] = NodeCopy(file, target, digest, 0, "", key, is_gguf=True)
+        copy = self._copies[file, in_memory, "gguf"] = NodeCopy(file, target, digest, 0, "", key, is_gguf=True)
         if copied is None:
-            made.make()
+            copy.make()
         return target
 
     def _override(self, folder: str, changes: Mapping[str, Any], in_memory: bool, key: str) -> str:
@@ -284,7 +291,14 @@ class NodeCopies:
         known = self._copies.get((folder, in_memory, text))
         if known is not None:
             return known.target
-        copied = next((each for each in self.planned if each.target == folder and not each.override_config), None)
+        copied = next(
+            (
+                planned_copy
+                for planned_copy in self.planned
+                if planned_copy.target == folder and not planned_copy.override_config
+            ),
+            None,
+        )
         if copied is not None:
             fingerprint = copied.fingerprint
         elif (Path(folder) / "config.json").is_file():
@@ -293,15 +307,15 @@ class NodeCopies:
             return folder  # whoever opens it says what is missing
         digest = hashlib.blake2b(f"{folder} {fingerprint} {text}".encode(), digest_size=12).hexdigest()
         target = str(_cache_folder(in_memory) / digest / (Path(folder).resolve().name or "root"))
-        made = self._copies[folder, in_memory, text] = NodeCopy(folder, target, fingerprint, 0, text, key)
+        copy = self._copies[folder, in_memory, text] = NodeCopy(folder, target, fingerprint, 0, text, key)
         if (Path(folder) / "config.json").is_file():
-            made.make()
+            copy.make()
         return target
 
     def make(self) -> None:
         """Make all copies on this node; see :meth:`NodeCopy.make`."""
-        for each in self.planned:
-            each.make()
+        for copy in self.planned:
+            copy.make()
 
 
 def fetch_files(patterns: Sequence[str], key: str = "") -> list[str]:
@@ -311,14 +325,14 @@ def fetch_files(patterns: Sequence[str], key: str = "") -> list[str]:
         ConfigError: a URL cannot be listed or matches no file; names ``key``.
         ResourceError: a file cannot be copied.
     """
-    found: list[str] = []
+    paths: list[str] = []
     copies = NodeCopies()
     for pattern in patterns:
         if is_url(pattern):
-            found += [str(copies.plan(url, key=key).make()) for url in _expand(pattern, key)]
+            paths += [str(copies.plan(url, key=key).make()) for url in _expand(pattern, key)]
         else:
-            found.append(pattern)
-    return found
+            paths.append(pattern)
+    return paths
 
 
 class RemoteFolder:
@@ -348,14 +362,14 @@ class RemoteFolder:
         with self._explained(f"{source} cannot be copied to {self.url}/{name}"):
             if source.is_dir():
                 self.remove(name)
-            for each in [source, *sorted(source.rglob("*"))]:
-                relative = each.relative_to(source).as_posix()
+            for path in [source, *sorted(source.rglob("*"))]:
+                relative = path.relative_to(source).as_posix()
                 target = self._at(name) if relative == "." else f"{self._at(name)}/{relative}"
-                if each.is_dir():
+                if path.is_dir():
                     self._files.makedirs(target, exist_ok=True)
                 else:
                     self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-                    self._files.put_file(str(each), target)
+                    self._files.put_file(str(path), target)
 
     def download(self, name: str, target: Path) -> None:
         """Copy the file or folder ``name`` to ``target``, which must not exist if it is a folder.
@@ -391,7 +405,7 @@ class RemoteFolder:
             self._files.invalidate_cache()
             if not self._files.isdir(self._at(name)):
                 return []
-            return [str(each).rstrip("/").rpartition("/")[2] for each in self._files.ls(self._at(name), detail=False)]
+            return [str(entry).rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._at(name), detail=False)]
 
     def remove(self, name: str) -> None:
         """Remove a file or folder if it exists; raises ResourceError if that fails."""
@@ -412,32 +426,32 @@ class RemoteFolder:
 
 def _list_names(path: str) -> list[str]:
     """Return the name of a file, or the names in a folder; none if there is neither."""
-    files, found = _open(path)
+    files, root = _open(path)
     try:
-        listed = [found] if files.isfile(found) else files.ls(found, detail=False)
+        listed = [root] if files.isfile(root) else files.ls(root, detail=False)
     except FileNotFoundError:
         return []
-    return [str(each).rstrip("/").rpartition("/")[2] for each in listed]
+    return [str(entry).rstrip("/").rpartition("/")[2] for entry in listed]
 
 
 def _open(path: str) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path on it."""
     from fsspec.core import url_to_fs
 
-    files, found = url_to_fs(str(Path(path).expanduser().absolute()) if not is_url(path) else path)
-    return files, str(found)
+    files, root = url_to_fs(str(Path(path).expanduser().absolute()) if not is_url(path) else path)
+    return files, str(root)
 
 
 def _expand(pattern: str, key: str) -> list[str]:
     shown = f"{key}: {pattern}" if key else pattern
     try:
         files, path = _open(pattern)
-        matches = sorted(str(each) for each in files.glob(path)) if re.search(r"[*?\[]", path) else [path]
+        matches = sorted(str(name) for name in files.glob(path)) if re.search(r"[*?\[]", path) else [path]
     except _FAILURES as error:
         raise ConfigError(f"{shown} cannot be read: {explain_url(pattern, error)}") from error
     if not matches:
         raise ConfigError(f"no file matches {shown}")
-    return [pattern] if matches == [path] else [str(files.unstrip_protocol(each)) for each in matches]
+    return [pattern] if matches == [path] else [str(files.unstrip_protocol(match)) for match in matches]
 
 
 def _read_fingerprint(files: Any, path: str) -> tuple[str, int]:
@@ -446,7 +460,9 @@ def _read_fingerprint(files: Any, path: str) -> tuple[str, int]:
     listed = [info] if info["type"] == "file" else list(files.find(path, detail=True).values())
     if not listed:
         raise FileNotFoundError(f"{path} has no files")
-    rows = sorted((str(each["name"]).removeprefix(path), int(each["size"] or 0), _version(each)) for each in listed)
+    rows = sorted(
+        (str(details["name"]).removeprefix(path), int(details["size"] or 0), _version(details)) for details in listed
+    )
     return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest(), sum(size for _, size, _ in rows)
 
 
@@ -466,15 +482,15 @@ def _cache_folder(in_memory: bool) -> Path:
 def _marked_fields(schema: type) -> dict[str, CopiedToNode | None]:
     """Return the fields that are marked, with the mark, and those that may hold a section, with None."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    found: dict[str, CopiedToNode | None] = {}
-    for each in dataclasses.fields(schema):
-        kinds = [hints[each.name], *typing.get_args(hints[each.name])]
+    marks_by_field: dict[str, CopiedToNode | None] = {}
+    for field in dataclasses.fields(schema):
+        kinds = [hints[field.name], *typing.get_args(hints[field.name])]
         marks = [mark for kind in kinds for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, CopiedToNode)]
         if marks:
-            found[each.name] = marks[0]
+            marks_by_field[field.name] = marks[0]
         elif any(dataclasses.is_dataclass(kind) for kind in kinds):
-            found[each.name] = None
-    return found
+            marks_by_field[field.name] = None
+    return marks_by_field
 
 
 def _make_private(folder: Path) -> None:

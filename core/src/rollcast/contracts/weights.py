@@ -122,7 +122,7 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
 
     Versions of transformers before 5 keep each expert as a module, with the names of the checkpoint.
     """
-    found = []
+    problems = []
     for rule in _conversions(model):
         if _is_prefix(rule):
             continue
@@ -132,8 +132,8 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
         stacks = is_plain and steps[:1] == [("MergeModulelist", 0)] and steps[1:] in ([], [("Concatenate", 1)])
         if not stacks or len(targets) != 1 or any(source.count("*") != 1 for source in sources):
             return None
-        found.append(StackedWeights(targets[0], sources))
-    return tuple(found)
+        problems.append(StackedWeights(targets[0], sources))
+    return tuple(problems)
 
 
 def has_prefixed_files(model: Any) -> bool:
@@ -146,9 +146,9 @@ def keep_float32(model: Any) -> None:
 
     A transformers model that is built from its config has them in its own dtype.
     """
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and any(f".{each}." in f".{name}." for each in kept):
+        if buffer.is_floating_point() and any(f".{module_name}." in f".{name}." for module_name in names):
             buffer.data = buffer.data.float()
 
 

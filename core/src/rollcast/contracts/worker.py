@@ -94,11 +94,11 @@ class ClassWithInitArgs(Generic[W]):
                 which overrides that of the group. Its ``env_vars`` are set before the process starts.
             copies: files and folders that the worker's node needs a copy of before the worker is built.
         """
-        made = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
-        made.env = {**self.env, **(env or {})}
-        made.runtime_env = {**self.runtime_env, **(runtime_env or {})}
-        made.copies = (*self.copies, *copies)
-        return made
+        copy = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
+        copy.env = {**self.env, **(env or {})}
+        copy.runtime_env = {**self.runtime_env, **(runtime_env or {})}
+        copy.copies = (*self.copies, *copies)
+        return copy
 
     def __call__(self) -> W:
         for copy in self.copies:

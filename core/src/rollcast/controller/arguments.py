@@ -41,8 +41,8 @@ _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
 def _loaded(module: str, name: str) -> Any:
     """Return a class of a module without importing it; None if the module is not loaded."""
-    found = sys.modules.get(module)
-    return None if found is None else getattr(found, name)
+    loaded = sys.modules.get(module)
+    return None if loaded is None else getattr(loaded, name)
 
 
 def is_future(value: Any) -> bool:
@@ -99,11 +99,11 @@ def _sampled(tensor: torch.Tensor) -> Any:
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the positional parameters of a method's function, without ``self``."""
     try:
-        found = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
     except (TypeError, ValueError):
         return ()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(parameter.name for parameter in found if parameter.kind in positional)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
 
 
 class Arguments:
@@ -140,18 +140,18 @@ class Arguments:
         written = {(watched.kind, watched.name): None for watched in self._watched if watched.changed()}
         if written:
             what = ", ".join(f"{kind} {name!r}" for kind, name in written)
-            told = (
+            message = (
                 f"{where} wrote in place to {what}, which other ranks and readers may share. Register the method with "
                 f"mutates={tuple(name for _, name in written)!r} to get a copy of its own, or write to a clone()"
             )
             for columns, stored in self._kept:
                 if any(kind == "column" and name in columns for kind, name in written):
-                    for kept in stored:
-                        kept.damage(told)
-            raise WorkerError(told)
+                    for value in stored:
+                        value.damage(message)
+            raise WorkerError(message)
         for _, stored in self._kept:
-            for kept in stored:
-                kept.check()
+            for value in stored:
+                value.check()
 
     def _may_write(self, *names: str) -> bool:
         return self._entry is not None and self._entry.may_write(*names)

@@ -183,8 +183,8 @@ class WorkerHost:
             raise self._failure(role, method, error) from None
 
     def _fetch_rows(self, cuts: Sequence[Any], timeout: float | None) -> list[Any]:
-        found = getattr(self._store, "fetch_rows", None)
-        return found(cuts, timeout) if found is not None else cut_here(self._store.fetch, cuts, timeout)
+        fetch_rows = getattr(self._store, "fetch_rows", None)
+        return fetch_rows(cuts, timeout) if fetch_rows is not None else cut_here(self._store.fetch, cuts, timeout)
 
     def _kept(self, result: Any) -> Any:
         module = sys.modules.get("rollcast.protocol.batch")

@@ -304,9 +304,9 @@ def plan_nodes(shares: Sequence[Share], capacities: Sequence[Mapping[str, float]
     largest_first = sorted(in_order, key=lambda i: -max(shares[i].total.values(), default=0.0))
     for order in (in_order, largest_first):
         for apart in (True, False):
-            found = _place_in_turn(shares, capacities, order, apart)
-            if found is not None:
-                return found
+            places = _place_in_turn(shares, capacities, order, apart)
+            if places is not None:
+                return places
     return None
 
 
@@ -315,7 +315,7 @@ def _place_in_turn(
 ) -> list[int] | None:
     left = [dict(capacity) for capacity in capacities]
     used: set[tuple[str, int]] = set()
-    found = [-1] * len(shares)
+    places = [-1] * len(shares)
     for number in order:
         share, want = shares[number], shares[number].total
         fitting = [node for node in range(len(left)) if _fits(want, left[node])]
@@ -326,5 +326,5 @@ def _place_in_turn(
         for name, amount in want.items():
             left[node][name] = left[node].get(name, 0.0) - amount
         used.add((share.pool, node))
-        found[number] = node
-    return found
+        places[number] = node
+    return places

@@ -125,13 +125,15 @@ class WorkerGroup:
             WorkerError: a rank does not answer.
         """
         try:
-            found = runtime.attach(name, attach_timeout, roles)
+            attached = runtime.attach(name, attach_timeout, roles)
         except CallFailed as failed:
             raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
-        return cls.from_attached(found, name, runtime=runtime, timeout=timeout)
+        return cls.from_attached(attached, name, runtime=runtime, timeout=timeout)
 
     @classmethod
-    def from_attached(cls, found: Attached, name: str, *, runtime: Runtime, timeout: float = DEFAULT_TIMEOUT_S) -> Self:
+    def from_attached(
+        cls, attached: Attached, name: str, *, runtime: Runtime, timeout: float = DEFAULT_TIMEOUT_S
+    ) -> Self:
         """Return a group for the processes that a runtime attached to.
 
         Args:
@@ -141,7 +143,7 @@ class WorkerGroup:
             timeout: deadline of each blocking call, in seconds.
         """
         # In-process plugins of this process are sent with the first call; if there are none, the hosts keep theirs.
-        shared = _Processes(runtime, name, dict(found.roles), found.hosts, generation=0)
+        shared = _Processes(runtime, name, dict(attached.roles), attached.hosts, generation=0)
         group = object.__new__(cls)
         group._see(shared, tuple(shared.roles), timeout)
         return group
@@ -440,9 +442,9 @@ class WorkerGroup:
         if not unreachable:
             return ""
         where = ", ".join(f"{rank} (node {hosts[rank].info.node})" for rank in unreachable)
-        told = f"could not be interrupted and may still run the call: rank {where}"
-        logger.warning("%s.%s.%s: %s", self.name, self.role, method, told)
-        return f"\n  {told}"
+        message = f"could not be interrupted and may still run the call: rank {where}"
+        logger.warning("%s.%s.%s: %s", self.name, self.role, method, message)
+        return f"\n  {message}"
 
     def _where_they_are(self, late: Sequence[tuple[int, Host]]) -> str:
         """Return the stacks of the first few of these ranks."""
@@ -685,7 +687,7 @@ class GroupMethod:
             refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)
             hosts = group._shared.hosts
             rows = _promised(expected, dict(zip(ranks, refs, strict=True)), group.runtime.fetch_rows)
-        given = [call for value in (*args, *kwargs.values()) if is_batch(value) for call in value.calls()]
+        argument_calls = [call for value in (*args, *kwargs.values()) if is_batch(value) for call in value.calls()]
 
         def finish(timeout: float | None, give_up: bool = False) -> Any:
             try:
@@ -694,7 +696,7 @@ class GroupMethod:
                 # A call that continues has no outcome yet.
                 goes_on = isinstance(error, WorkerTimeoutError) and not give_up
                 with (None if goes_on else recording) or nullcontext():
-                    _raise_first_cause(given, error)
+                    _raise_first_cause(argument_calls, error)
                     raise
             with recording or nullcontext():
                 if keep:
@@ -702,8 +704,8 @@ class GroupMethod:
                 if rows is not None:
                     rows.take_results(refs, outputs)
                 with self._named_in_errors():
-                    found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
-                    result = entry.dispatch_mode.join(group, found)
+                    outputs_of_ranks = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
+                    result = entry.dispatch_mode.join(group, outputs_of_ranks)
                 if recording is not None:
                     recording.end(result)
             return result
@@ -739,9 +741,9 @@ def _promised(expected: Expected | None, refs: Mapping[int, Any], fetch: Fetch) 
     return promise([refs[rank] for rank in expected.ranks], expected.rows, expected.taken, fetch)
 
 
-def _raise_first_cause(given: Sequence[Call], error: WorkerError) -> None:
+def _raise_first_cause(calls: Sequence[Call], error: WorkerError) -> None:
     """Raise the error of a call whose result was an argument, which explains more than the consequence ``error``."""
-    for call in given:
+    for call in calls:
         if call.done():
             try:
                 call.wait()

@@ -57,12 +57,20 @@ def is_callable(min_positional: int = 0, *, exact: bool = False) -> Check:
             parameters = inspect.signature(obj).parameters.values()
         except (TypeError, ValueError):
             return None  # builtins may have no signature; a wrong call fails later
-        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        has_more = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        positional = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        has_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         if len(positional) < min_positional and not has_more:
             return f"takes {len(positional)} positional arguments, but is called with {min_positional}"
-        keywords = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
-        required = [each.name for each in (*positional[min_positional:], *keywords) if each.default is each.empty]
+        keywords = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        required = [
+            parameter.name
+            for parameter in (*positional[min_positional:], *keywords)
+            if parameter.default is parameter.empty
+        ]
         if exact and required:
             return f"requires the argument {required[0]!r}, but is called with {min_positional} positional ones alone"
         return None
@@ -79,7 +87,7 @@ def any_of(*checks: Check) -> Check:
     """Return a check for objects that at least one of ``checks`` accepts."""
 
     def check(obj: object) -> str | None:
-        complaints = [complaint for each in checks if (complaint := each(obj)) is not None]
+        complaints = [complaint for is_valid in checks if (complaint := is_valid(obj)) is not None]
         if len(complaints) < len(checks):
             return None
         return " and ".join(complaints) or "fits no check, because the group has none"

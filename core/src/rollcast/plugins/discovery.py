@@ -140,7 +140,7 @@ def _read_all(path: tuple[str, ...]) -> dict[str, tuple[PluginInfo, ...]]:  # no
         # A lookup by name returns the first copy on the path, even if that copy declares no plugins.
         for plugin in _read(importlib.metadata.distribution(name), name):
             groups.setdefault(plugin.group, {})[plugin] = None
-    return {group: tuple(sorted(plugins, key=lambda each: each.name)) for group, plugins in groups.items()}
+    return {group: tuple(sorted(plugins, key=lambda info: info.name)) for group, plugins in groups.items()}
 
 
 def _entry_points_text(distribution: importlib.metadata.Distribution) -> str:
@@ -219,7 +219,7 @@ def find_metadata_complaint(plugin: PluginInfo) -> str | None:
         return f"there is no module {top!r}, which {plugin.value!r} names; reinstall {plugin.distribution}"
     missing = _missing_requirements(plugin.distribution, tuple(sys.path))
     if missing:
-        listed = " ".join(f"'{each}'" for each in missing)
+        listed = " ".join(f"'{requirement}'" for requirement in missing)
         return f"{plugin.distribution} requires distributions that are not installed. Try: pip install {listed}"
     return None
 
@@ -230,8 +230,16 @@ def _malformed(plugin: PluginInfo) -> str:
 
 @functools.lru_cache(maxsize=512)
 def _missing_requirements(distribution: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    found = [each for each in _requirements(importlib.metadata.distribution(distribution)) if _applies(each)]
-    return tuple(f"{each.name}{each.specifier}" for each in found if _find_version(each.name, path) is None)
+    requirements = [
+        requirement
+        for requirement in _requirements(importlib.metadata.distribution(distribution))
+        if _applies(requirement)
+    ]
+    return tuple(
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in requirements
+        if _find_version(requirement.name, path) is None
+    )
 
 
 def _is_findable(top: str) -> bool:

@@ -101,14 +101,14 @@ def report(
         sound = [plugin for plugin, (state, _) in rows.items() if state == "ok"]
         first = set(declared.values()) - {"__main__"} if registries is None else registries
         rows |= {plugin: (state, cause) for plugin, state, cause in _check(sound, sorted(first), timeout)}
-    found = [
+    plugins = [
         PluginReport(p.group, p.name, p.distribution, p.version, p.value, state, cause)
         for p, (state, cause) in rows.items()
     ]
     for entry in inprocess.entries():
         if not entry.is_hidden and (groups is None or entry.group in wanted):
-            found.append(PluginReport(entry.group, entry.name, "", "", entry.location, "in-process"))
-    return sorted(found, key=lambda row: (row.group, row.name, row.distribution))
+            plugins.append(PluginReport(entry.group, entry.name, "", "", entry.location, "in-process"))
+    return sorted(plugins, key=lambda row: (row.group, row.name, row.distribution))
 
 
 def _judge(plugin: PluginInfo, known: set[str]) -> tuple[State, str]:

@@ -150,9 +150,9 @@ def snapshot(groups: Collection[str] | None = None) -> bytes | None:
     Raises:
         PluginError: a plugin cannot be pickled; the message names it.
     """
-    found = [entry for entry in entries() if groups is None or entry.group in groups]
+    chosen = [entry for entry in entries() if groups is None or entry.group in groups]
     # Pickled one by one, so that a plugin that the receiver never uses is never unpickled.
-    return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in found]) if found else None
+    return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in chosen]) if chosen else None
 
 
 def install_snapshot(data: bytes | None) -> None:

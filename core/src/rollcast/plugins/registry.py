@@ -90,9 +90,9 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return all plain names that :meth:`get` accepts, sorted, without importing plugins."""
-        found = {plugin.name: True for plugin in find_plugins(self.group)}
-        found |= {each.name: not each.is_hidden for each in inprocess.entries() if each.group == self.group}
-        return tuple(sorted(name for name, is_there in found.items() if is_there))
+        is_shown = {plugin.name: True for plugin in find_plugins(self.group)}
+        is_shown |= {entry.name: not entry.is_hidden for entry in inprocess.entries() if entry.group == self.group}
+        return tuple(sorted(name for name, is_there in is_shown.items() if is_there))
 
     def __contains__(self, name: object) -> bool:
         return bool(self._candidates(name))
@@ -176,12 +176,12 @@ class Registry(Generic[T]):
             other = inprocess.find(self.group, name)
             if other is not None and other.obj is obj:
                 return obj
-            taken = [f"{claim} provides it" for claim in claims]
+            rivals = [f"{claim} provides it" for claim in claims]
             if other is not None and not other.arrived:
-                taken.append(f"{other.location} is already registered in this process")
-            if taken:
+                rivals.append(f"{other.location} is already registered in this process")
+            if rivals:
                 raise PluginConflictError(
-                    f"cannot register {name!r} in {self.group}: {taken[0]}; choose another name, or pass replace=True"
+                    f"cannot register {name!r} in {self.group}: {rivals[0]}; choose another name, or pass replace=True"
                 )
         inprocess.put(self.group, name, entry)
         return obj
@@ -193,7 +193,7 @@ class Registry(Generic[T]):
             PluginNotFoundError: no such plugin is registered in-process.
         """
         if inprocess.find(self.group, name) is None:
-            listed = ", ".join(each.name for each in inprocess.entries() if each.group == self.group) or "none"
+            listed = ", ".join(entry.name for entry in inprocess.entries() if entry.group == self.group) or "none"
             raise PluginNotFoundError(f"{name!r} is not registered in-process in {self.group} (registered: {listed})")
         inprocess.put(self.group, name, None)
 
@@ -242,7 +242,9 @@ class Registry(Generic[T]):
     def _explain_not_found(self, name: str, asked: str) -> str:
         names, known = self.names(), find_known(self.group)
         owners = {plugin.name: plugin.owner for plugin in find_plugins(self.group)}
-        listed = ", ".join(f"{each} ({owners.get(each, 'in-process')})" for each in names) or "nothing"
+        listed = (
+            ", ".join(f"{plugin_name} ({owners.get(plugin_name, 'in-process')})" for plugin_name in names) or "nothing"
+        )
         lines = [f"no plugin {name!r} in {self.group}.", asked, f"Available: {listed}"]
         wanted = str(name).rpartition(":")[2]
         if wanted not in known or wanted in names:
@@ -264,7 +266,9 @@ def find_registry(group: str) -> Registry[Any]:
     if group in _registries:
         return _registries[group]
     declared = ", ".join(sorted(_registries)) or "none"
-    near = [each for each in difflib.get_close_matches(group, {*_registries, *describe_groups()}, n=1) if each != group]
+    near = [
+        match for match in difflib.get_close_matches(group, {*_registries, *describe_groups()}, n=1) if match != group
+    ]
     hint = f"\nDid you mean {near[0]!r}?" if near else ""
     raise PluginNotFoundError(f"no registry for {group!r} was declared in this process (declared: {declared}){hint}")
 

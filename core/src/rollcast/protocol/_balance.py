@@ -32,8 +32,8 @@ def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list
     step = parts if equal_size else 1
     heap: list[tuple[int, int, _Parts]] = []
     for number, start in enumerate(range(0, len(order), step)):
-        found: _Parts = [(weights[item], item) for item in order[start : start + step]]
-        heap.append((-_difference(found, parts), number, found))
+        weighted: _Parts = [(weights[item], item) for item in order[start : start + step]]
+        heap.append((-_difference(weighted, parts), number, weighted))
     if not heap:
         return [[] for _ in range(parts)]
     heapq.heapify(heap)
@@ -47,8 +47,8 @@ def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list
     return sorted(members, key=lambda items: items[0]) + [[] for _ in range(parts - len(members))]
 
 
-def _difference(found: _Parts, parts: int) -> int:
-    return found[0][0] - (found[-1][0] if len(found) == parts else 0)
+def _difference(weighted: _Parts, parts: int) -> int:
+    return weighted[0][0] - (weighted[-1][0] if len(weighted) == parts else 0)
 
 
 def _merge(first: _Parts, second: _Parts, parts: int) -> _Parts:
@@ -62,11 +62,11 @@ def _merge(first: _Parts, second: _Parts, parts: int) -> _Parts:
 
 
 def _flatten(tree: _Members) -> list[int]:
-    found, todo = [], [tree]
+    order, todo = [], [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, tuple):
             todo.extend(node)
         else:
-            found.append(node)
-    return found
+            order.append(node)
+    return order

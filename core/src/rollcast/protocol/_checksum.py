@@ -47,14 +47,14 @@ def copy_with_checksum(target: Tensor, source: Tensor) -> str:
     if not on_cpu or not source.is_contiguous() or not _is_aligned(summed) or target.element_size() > 8:
         target.copy_(source)
         return tensor_checksum(summed)
-    into, given, flat = target.view(-1), source.view(-1), summed.view(-1).view(torch.uint8)
+    into, read, flat = target.view(-1), source.view(-1), summed.view(-1).view(torch.uint8)
     words = _words(flat)
     tables = _new_tables(words)
     step = _BLOCK * 8 // target.element_size()
     for number, start in enumerate(range(0, into.numel(), step)):
         if summed is source:
             _sum_block(words, tables, number)
-        into[start : start + step].copy_(given[start : start + step])
+        into[start : start + step].copy_(read[start : start + step])
         if summed is target:
             _sum_block(words, tables, number)
     return _digest(target, tables, flat[words.numel() * 8 :])

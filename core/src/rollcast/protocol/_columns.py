@@ -239,10 +239,10 @@ def _check_joinable(name: str, columns: Sequence[torch.Tensor]) -> None:
             return
     expected = _traits(first)
     for position, column in enumerate(columns):
-        for trait, found in _traits(column).items():
-            if found != expected[trait]:
+        for trait, value in _traits(column).items():
+            if value != expected[trait]:
                 raise DataProtoError(
-                    f"concat: column {name!r} has {trait} {found} in member {position} but"
+                    f"concat: column {name!r} has {trait} {value} in member {position} but"
                     f" {expected[trait]} in member 0; convert it before joining"
                 )
 

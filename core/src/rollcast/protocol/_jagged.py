@@ -32,8 +32,8 @@ def is_jagged(column: object) -> bool:
 def build(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Build a jagged tensor from ``values [total, ...]`` and ``offsets [B + 1]``, without copying."""
     if values.requires_grad:
-        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
-        return found
+        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return nested
     return NestedTensor(values, offsets)
 
 
@@ -45,8 +45,8 @@ def offsets_of(column: torch.Tensor) -> torch.Tensor:
 
 def values_of(column: torch.Tensor) -> torch.Tensor:
     """Return the values ``[total, ...]`` of a jagged tensor."""
-    found: torch.Tensor = vars(column)["_values"]  # torch.Tensor declares a method of this name
-    return found
+    values: torch.Tensor = vars(column)["_values"]  # torch.Tensor declares a method of this name
+    return values
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ class ObjectColumn(torch.Tensor):
 
     def objects(self) -> np.ndarray:
         """Return the objects as a read-only object array of this column's shape."""
-        found = np.asarray(self._table[self.rows.cpu().numpy()], dtype=object)
-        found.flags.writeable = False
-        return found
+        taken_objects = np.asarray(self._table[self.rows.cpu().numpy()], dtype=object)
+        taken_objects.flags.writeable = False
+        return taken_objects
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ``(positions, used)``: ``used`` has each object in use once, ``positions`` each row's index in it."""
@@ -99,8 +99,8 @@ class ObjectColumn(torch.Tensor):
         return self.objects()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = self.objects()
-        return found if dtype is None else found.astype(dtype)
+        values = self.objects()
+        return values if dtype is None else values.astype(dtype)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
@@ -143,10 +143,10 @@ class ObjectColumn(torch.Tensor):
             # In-place writes are refused before they happen.
             if name in {"__setitem__", "__set__"} or (name.endswith("_") and name[-2:] != "__"):
                 raise _refusal(name)
-            found = func(*args, **kwargs)
-            if isinstance(found, torch.Tensor):
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor):
                 raise _refusal(name)
-            return found
+            return result
 
 
 def _rebuild(positions: np.ndarray, objects: list[Any]) -> ObjectColumn:
@@ -160,14 +160,14 @@ def _refusal(name: str) -> TypeError:
     )
 
 
-def _carry(found: Any, table: np.ndarray) -> Any:
-    if isinstance(found, ObjectColumn):  # contiguous() and its like may return the column itself
-        return found
-    if isinstance(found, torch.Tensor):
-        return ObjectColumn.wrap(found, table)
-    if isinstance(found, (tuple, list)):
-        return type(found)(_carry(item, table) for item in found)
-    return found
+def _carry(value: Any, table: np.ndarray) -> Any:
+    if isinstance(value, ObjectColumn):  # contiguous() and its like may return the column itself
+        return value
+    if isinstance(value, torch.Tensor):
+        return ObjectColumn.wrap(value, table)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_carry(item, table) for item in value)
+    return value
 
 
 def join_tables(columns: Sequence[ObjectColumn]) -> tuple[list[torch.Tensor], np.ndarray]:

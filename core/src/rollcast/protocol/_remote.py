@@ -295,8 +295,8 @@ class RowMap:
 
     def take(self, pick: Pick) -> tuple[RowMap, slice | list[int]]:
         """Return the picked rows and the indices of the pieces that contain them, without moving data."""
-        pieces, index, kept = self._taken(pick)
-        return RowMap(pieces, index, self.fetch, self.calls, (self, pick)), kept
+        pieces, index, rows = self._taken(pick)
+        return RowMap(pieces, index, self.fetch, self.calls, (self, pick)), rows
 
     def _taken(self, pick: Pick) -> tuple[tuple[Piece, ...], torch.Tensor | None, slice | list[int]]:
         if self.index is not None:
@@ -399,11 +399,11 @@ class Remote(NamedTuple):
         """Return the column's name in each piece."""
         return (self.source,) * len(self.rows.pieces) if isinstance(self.source, str) else self.source
 
-    def over(self, rows: RowMap, kept: slice | list[int]) -> Remote:
+    def over(self, rows: RowMap, pick: slice | list[int]) -> Remote:
         """Return the column for rows that contain only these pieces."""
         source = self.source
         if not isinstance(source, str):
-            source = source[kept] if isinstance(kept, slice) else tuple(source[number] for number in kept)
+            source = source[pick] if isinstance(pick, slice) else tuple(source[number] for number in pick)
         return Remote(rows, source, self.dtype)
 
 
@@ -419,7 +419,7 @@ def describe(length: int, columns: Mapping[str, torch.Tensor], ref: Any) -> dict
     }
 
 
-def promise(refs: Sequence[Any], rows: Sequence[int], taken: int | Sequence[int], fetch: Fetch) -> RowMap:
+def promise(refs: Sequence[Any], rows: Sequence[int], of: int | Sequence[int], fetch: Fetch) -> RowMap:
     """Return the concatenated rows of the results of calls that may be in flight.
 
     Args:
@@ -430,9 +430,9 @@ def promise(refs: Sequence[Any], rows: Sequence[int], taken: int | Sequence[int]
     """
     pieces = tuple(Piece(Promised(ref, count), 0, count) for ref, count in zip(refs, rows, strict=True))
     whole = RowMap.concat([RowMap((piece,), None, fetch) for piece in pieces])
-    if isinstance(taken, int):
-        return whole if taken == len(whole) else whole.take(pick_slice(slice(0, taken), len(whole)))[0]
-    return whole.take(pick_index(taken, len(whole)))[0]
+    if isinstance(of, int):
+        return whole if of == len(whole) else whole.take(pick_slice(slice(0, of), len(whole)))[0]
+    return whole.take(pick_index(of, len(whole)))[0]
 
 
 # ---- operations ----
@@ -440,16 +440,16 @@ def promise(refs: Sequence[Any], rows: Sequence[int], taken: int | Sequence[int]
 
 def take(columns: Mapping[str, Column], pick: Pick) -> dict[str, Column]:
     """Return the picked rows of columns of any kind; columns with the same rows keep sharing them."""
-    taken: dict[int, tuple[RowMap, slice | list[int]]] = {}
+    pieces: dict[int, tuple[RowMap, slice | list[int]]] = {}
     picked: dict[str, Column] = {}
     for name, column in columns.items():
         if not isinstance(column, Remote):
             picked[name] = ops.take(column, pick)
             continue
         key = id(column.rows)
-        if key not in taken:
-            taken[key] = column.rows.take(pick)
-        picked[name] = column.over(*taken[key])
+        if key not in pieces:
+            pieces[key] = column.rows.take(pick)
+        picked[name] = column.over(*pieces[key])
     return picked
 
 

@@ -114,9 +114,9 @@ class DataProto:
     @classmethod
     def _of(cls, length: int, columns: Mapping[str, Column], meta_info: Mapping[str, Any] | None) -> Self:
         """Build a DataProto from columns that are known to be valid."""
-        made = cls.__new__(cls)
-        made._fill(length, columns, meta_info)
-        return made
+        instance = cls.__new__(cls)
+        instance._fill(length, columns, meta_info)
+        return instance
 
     @classmethod
     def from_dict(
@@ -279,11 +279,11 @@ class DataProto:
     def dtypes(self) -> dict[str, torch.dtype | type[object]]:
         """Return the dtype of each column; ``object`` for object columns. Waits for calls in flight."""
         settled = remote.settle(self.remote_columns())
-        found: dict[str, torch.dtype | type[object]] = {}
+        dtype_by_name: dict[str, torch.dtype | type[object]] = {}
         for name, column in self._raw().items():
             dtype = settled[name].dtype if isinstance(column, Remote) else column.dtype
-            found[name] = object if isinstance(column, ObjectColumn) or dtype is None else dtype
-        return found
+            dtype_by_name[name] = object if isinstance(column, ObjectColumn) or dtype is None else dtype
+        return dtype_by_name
 
     @property
     def nbytes(self) -> int:
@@ -375,8 +375,8 @@ class DataProto:
     def drop(self, keys: Keys) -> Self:
         """Return a batch without these columns; raise ``ColumnError`` if a column does not exist."""
         gone = set(self._chosen(keys))
-        kept = {name: column for name, column in self._named().items() if name not in gone}
-        return self._of(self._length, kept, self._meta)
+        columns = {name: column for name, column in self._named().items() if name not in gone}
+        return self._of(self._length, columns, self._meta)
 
     def rename(self, mapping: Mapping[str, str]) -> Self:
         """Return a batch with renamed columns, in the same order.
@@ -423,8 +423,8 @@ class DataProto:
 
         For a DataProto without columns and rows, the new columns determine the length.
         """
-        given = {**(mapping or {}), **columns}
-        added = {name: ops.as_column(name, value) for name, value in given.items()}
+        named = {**(mapping or {}), **columns}
+        added = {name: ops.as_column(name, value) for name, value in named.items()}
         unset = not self._raw() and not len(self)
         length = ops.common_length(added, None if unset else len(self))
         return self._of(length, {**self._raw(), **added}, self._meta)
@@ -650,7 +650,7 @@ class DataProto:
     def calls(self) -> list[remote.Call]:
         """Return the calls in flight that compute remote columns."""
         rows = [column.rows for column in self._raw().values() if isinstance(column, Remote)]
-        return list({id(call): call for each in rows for call in each.calls}.values())
+        return list({id(call): call for row in rows for call in row.calls}.values())
 
 
 def _results(rows: RowMap) -> tuple[dict[str, Remote], dict[str, Any]]:

@@ -148,7 +148,9 @@ class DataProtoFuture:
     @staticmethod
     def concat(members: Sequence[DataProtoFuture | DataProto]) -> DataProto:
         """Concatenate the rows of results, and of batches; does not wait for results whose length is known."""
-        return DataProto.concat([each._batch() if isinstance(each, DataProtoFuture) else each for each in members])
+        return DataProto.concat(
+            [member._batch() if isinstance(member, DataProtoFuture) else member for member in members]
+        )
 
     def argument(self) -> Any:
         """Return what a call gets for the future: a batch with remote columns, or the result of another kind.

@@ -159,8 +159,8 @@ class LocalRuntime(Runtime):
 
     def stop(self, hosts: Sequence[Host]) -> None:
         for host in hosts:
-            if any(kept is host for kept in self._hosts):
-                self._hosts = [kept for kept in self._hosts if kept is not host]
+            if any(other is host for other in self._hosts):
+                self._hosts = [other for other in self._hosts if other is not host]
                 self._close(host.handle)
 
     def _close(self, worker_host: WorkerHost) -> None:

@@ -52,17 +52,22 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
     versions = [[run.version for segment in row.behind for run in segment.weight_versions] for row in rows]
     index: dict[str, int] = {}
     columns |= {
-        "finished": torch.tensor([each.end == "done" for each in trajectories], dtype=torch.bool),
-        "rollout_weight_version": torch.tensor([each[-1] if each else -1 for each in versions], dtype=torch.int64),
-        "rollout_weight_version_min": torch.tensor([min(each, default=-1) for each in versions], dtype=torch.int64),
+        "finished": torch.tensor([trajectory.end == "done" for trajectory in trajectories], dtype=torch.bool),
+        "rollout_weight_version": torch.tensor(
+            [version[-1] if version else -1 for version in versions], dtype=torch.int64
+        ),
+        "rollout_weight_version_min": torch.tensor(
+            [min(version, default=-1) for version in versions], dtype=torch.int64
+        ),
         "rollout_index": torch.tensor(
-            [index.setdefault(each.rollout_id, len(index)) for each in trajectories], dtype=torch.int64
+            [index.setdefault(trajectory.rollout_id, len(index)) for trajectory in trajectories], dtype=torch.int64
         ),
         "is_final": torch.from_numpy(final),
         "is_scored": torch.tensor([row.is_scored for row in rows], dtype=torch.bool),
     }
     objects = {
-        name: _objects([getattr(each, name) for each in trajectories]) for name in ("group_id", "rollout_id", "end")
+        name: _objects([getattr(trajectory, name) for trajectory in trajectories])
+        for name in ("group_id", "rollout_id", "end")
     }
     return DataProto.from_dict(columns, objects)
 
@@ -72,13 +77,16 @@ class _Row:
 
     def __init__(self, trajectory: Trajectory) -> None:
         self.trajectory = trajectory
-        first = next((i for i, each in enumerate(trajectory.segments) if each.sampled), len(trajectory.segments))
+        first = next((i for i, segment in enumerate(trajectory.segments) if segment.sampled), len(trajectory.segments))
         self.behind: tuple[Segment, ...] = trajectory.segments[first:]
-        self.prompts = _joined([each.token_ids for each in trajectory.segments[:first]], np.int32)
-        self.responses = _joined([each.token_ids for each in self.behind], np.int32)
-        self.sampled = _spread(self.behind, [each.sampled for each in self.behind], np.bool_)
-        self.turns = _spread(self.behind, [each.turn for each in self.behind], np.int32)
-        zeros = [np.zeros(len(each), np.float32) if each.log_probs is None else each.log_probs for each in self.behind]
+        self.prompts = _joined([segment.token_ids for segment in trajectory.segments[:first]], np.int32)
+        self.responses = _joined([segment.token_ids for segment in self.behind], np.int32)
+        self.sampled = _spread(self.behind, [segment.sampled for segment in self.behind], np.bool_)
+        self.turns = _spread(self.behind, [segment.turn for segment in self.behind], np.int32)
+        zeros = [
+            np.zeros(len(segment), np.float32) if segment.log_probs is None else segment.log_probs
+            for segment in self.behind
+        ]
         self.log_probs = _joined(zeros, np.float32)
         self.is_scored = trajectory.reward is not None
         self.routed = _routes(trajectory.segments)
@@ -86,22 +94,22 @@ class _Row:
     @property
     def last_turn(self) -> int:
         """Last turn that was sampled in this trajectory; -1 for none."""
-        return max((each.turn for each in self.behind if each.sampled), default=-1)
+        return max((segment.turn for segment in self.behind if segment.sampled), default=-1)
 
     def place_of(self, turn: int) -> int:
         """Return the index of the turn's last sampled token; -1 if another trajectory sampled it."""
-        found = np.flatnonzero(self.sampled & (self.turns == turn))
-        return int(found[-1]) if len(found) else -1
+        places = np.flatnonzero(self.sampled & (self.turns == turn))
+        return int(places[-1]) if len(places) else -1
 
 
 def _routes(segments: Sequence[Segment]) -> NDArray[np.int16] | None:
     """Return the experts of all tokens, -1 where none were recorded; None if that is everywhere."""
-    shape = next((each.routed_experts.shape[1:] for each in segments if each.routed_experts is not None), None)
+    shape = next((segment.routed_experts.shape[1:] for segment in segments if segment.routed_experts is not None), None)
     if shape is None:
         return None
     parts = [
-        np.full((len(each), *shape), -1, np.int16) if each.routed_experts is None else each.routed_experts
-        for each in segments
+        np.full((len(segment), *shape), -1, np.int16) if segment.routed_experts is None else segment.routed_experts
+        for segment in segments
     ]
     return np.concatenate(parts)
 
@@ -135,7 +143,7 @@ def _scores(
 
 
 def _spread(segments: Sequence[Segment], values: Sequence[Any], dtype: Any) -> Any:
-    return np.repeat(np.asarray(values, dtype), [len(each) for each in segments])
+    return np.repeat(np.asarray(values, dtype), [len(segment) for segment in segments])
 
 
 def _joined(parts: Sequence[Any], dtype: Any) -> Any:

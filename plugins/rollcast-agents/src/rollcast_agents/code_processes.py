@@ -82,8 +82,8 @@ class CodeProcess:
         reader, self._writer = await asyncio.open_connection(sock=self._process.connection)
         self._reading = asyncio.ensure_future(self._read(reader))
         async with asyncio.timeout(_LOAD_S):
-            found: list[tuple[ToolSchema, int | None]] = await self.call("tool", "the start", "start", config)
-        return found
+            schemas: list[tuple[ToolSchema, int | None]] = await self.call("tool", "the start", "start", config)
+        return schemas
 
     async def call(self, boundary: Boundary, what: str, operation: str, *arguments: Any) -> Any:
         """Return the value of an operation of the process.
@@ -121,12 +121,12 @@ class CodeProcess:
             self.end("had no memory or no thread left")
         if self.end_text:
             raise self._ended(boundary, what)
-        found = pickle.loads(data)
+        message = pickle.loads(data)
         if kind == "value":
-            return found
+            return message
         if kind == "error":
-            raise found
-        name, text = found
+            raise message
+        name, text = message
         if kind == "ended":
             raise ProcessEnded(f"{what} raised {name}: {text}" if text else f"{what} raised {name}", boundary, True)
         raise type(name, (Exception,), {})(text)
@@ -218,11 +218,11 @@ class CodeProcesses:
             ConfigError: a tool cannot be built.
         """
         try:
-            process, found = await self._started(is_private=False)
+            process, answer = await self._started(is_private=False)
         except ProcessEnded as error:
             raise ConfigError(f"agent: the tools and environments cannot be loaded: {error}") from error
         self._shared = process
-        return [_RemoteTool(None, schema, most) for schema, most in found]
+        return [_RemoteTool(None, schema, most) for schema, most in answer]
 
     async def _started(self, is_private: bool) -> tuple[CodeProcess, list[tuple[ToolSchema, int | None]]]:
         child = await in_thread(self._source.fork)

@@ -112,11 +112,11 @@ def _compose_for_run(place: Path, overrides: Sequence[str], config_dir: Path | N
     from rollcast import format_override
 
     folder = place if place.is_dir() else place.parent
-    found = next((each for each in (folder, folder.parent) if (each / "config.yaml").is_file()), None)
-    if found is None:
+    run_dir = next((parent for parent in (folder, folder.parent) if (parent / "config.yaml").is_file()), None)
+    if run_dir is None:
         return _compose(overrides, config_dir)
-    saved: Any = OmegaConf.load(found / "config.yaml")
+    saved: Any = OmegaConf.load(run_dir / "config.yaml")
     config = _compose([format_override("model.path", str(saved.model.path)), *overrides], config_dir)
-    if any(each.lstrip("+~").startswith("reward") for each in overrides):
+    if any(override.lstrip("+~").startswith("reward") for override in overrides):
         return config
     return cast("DictConfig", OmegaConf.merge(config, {"reward": saved.reward}))

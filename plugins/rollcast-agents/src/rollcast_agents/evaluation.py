@@ -81,9 +81,9 @@ class AgentAnswers(BaseGenerator):
             raise RuntimeError("connect() comes before generate()")
         rollouts = self._manager.roll_out(prompts, seeds, sampling, _NAME, int(self.setup.config.sample.seed))
         final = rollouts.batch["is_final"].tolist()
-        chosen = [each for each, is_final in zip(rollouts.trajectories, final, strict=True) if is_final]
+        chosen = [trajectory for trajectory, is_final in zip(rollouts.trajectories, final, strict=True) if is_final]
         save = functools.partial(self._save, prompts, rollouts) if self._saves else None
-        return Answers(rollouts.batch, [_note(each) for each in chosen], save)
+        return Answers(rollouts.batch, [_note(trajectory) for trajectory in chosen], save)
 
     def _save(self, prompts: DataProto, rollouts: Rollouts, scores: Sequence[float | None]) -> None:
         columns = prompts.non_tensor_batch
@@ -92,12 +92,12 @@ class AgentAnswers(BaseGenerator):
             self._path,
             (
                 Record(
-                    each,
+                    trajectory,
                     {name: columns[name][row] for name in names},
                     scores[row],
-                    decode_segments(each, self.setup.tokenizer),
+                    decode_segments(trajectory, self.setup.tokenizer),
                 )
-                for each, row in zip(rollouts.trajectories, rollouts.sources, strict=True)
+                for trajectory, row in zip(rollouts.trajectories, rollouts.sources, strict=True)
             ),
         )
 

@@ -196,8 +196,8 @@ class Gateway:
         replies = await self._replies(client, ids, (), sampling, asked.count)
         shown = [self._shown(reply, sampling) for reply in replies]
         choices = [
-            self._choice(index, reply, each, each.text, asked)
-            for index, (reply, each) in enumerate(zip(replies, shown, strict=True))
+            self._choice(index, reply, message, message.text, asked)
+            for index, (reply, message) in enumerate(zip(replies, shown, strict=True))
         ]
         return self._build(asked, choices, replies)
 

@@ -45,25 +45,25 @@ def judge_prefix(name: str, renderer: BaseRenderer) -> Finding:
     """Return the finding about whether a renderer keeps prefixes."""
     plain, with_tools = CONVERSATIONS[:2], CONVERSATIONS[2:]
     try:
-        found = list(extend_each(renderer, plain, (*REPLIES, _THINKING)))
-        found += _extend_with_tools(renderer, with_tools)
+        extensions = list(extend_each(renderer, plain, (*REPLIES, _THINKING)))
+        extensions += _extend_with_tools(renderer, with_tools)
     except RendererError as error:
         mend = "agent.renderer_kwargs that the template asks for, or another agent.renderer"
         return problem("prefix", f"{name} refuses a conversation: {error}", mend)
-    changed = [each for each in found if each.extended is not None and not each.keeps]
+    changed = [extension for extension in extensions if extension.extended is not None and not extension.keeps]
     if changed:
         text = (
             f"{name} changes tokens that are there, {_describe(changed)}; training would see others than were sampled"
         )
         return problem("prefix", text, "another agent.renderer, and report it to this one's authors")
-    forks = [each for each in found if each.extended is None]
+    forks = [extension for extension in extensions if extension.extended is None]
     if not forks:
-        return ok("prefix", f"{name} kept every token in {len(found)} of {len(found)} conversations")
+        return ok("prefix", f"{name} kept every token in {len(extensions)} of {len(extensions)} conversations")
     mend = (
         "use a template that renders earlier turns as they were (edit chat_template.jinja in model.path), a renderer "
         "of the model's family (agent.renderer=library), or accept one more row of training for each such turn"
     )
-    text = f"{name} does not keep earlier turns as they were in {len(forks)} of {len(found)} conversations, "
+    text = f"{name} does not keep earlier turns as they were in {len(forks)} of {len(extensions)} conversations, "
     return warning("prefix", f"{text}{_describe(forks)}: each such turn forks the session", mend)
 
 
@@ -74,6 +74,6 @@ def _extend_with_tools(renderer: BaseRenderer, conversations: Sequence[Conversat
         return []  # a template without tools; runs that have none do not need them
 
 
-def _describe(found: Sequence[Extension]) -> str:
-    first = found[0]
+def _describe(extensions: Sequence[Extension]) -> str:
+    first = extensions[0]
     return f"such as a message of {' and '.join(first.roles)} behind the reply {first.reply!r}"

@@ -107,7 +107,7 @@ class AgentHost:
         self.renderer: BaseRenderer = renderers.get(config.renderer, requested_by="agent.renderer")(
             RendererSetup(setup.model_path, config.format, config.renderer_kwargs, setup.trust_remote_code)
         )
-        limits = [each for each in (config.max_total_tokens, setup.max_total_tokens) if each is not None]
+        limits = [limit for limit in (config.max_total_tokens, setup.max_total_tokens) if limit is not None]
         # The runner ends a rollout that takes too long; a second timeout would hide where it hung.
         self._budget = replace(config, max_total_tokens=min(limits), timeout_s=None)
         self._servers: list[McpServer] = []
@@ -177,7 +177,9 @@ class AgentHost:
                 task.cancel()
             await asyncio.gather(watcher, *takers, return_exceptions=True)
         # A rollout that had not started when stragglers were cancelled has no entry.
-        return [job.ended.get(each.number) or [_aborted(each.group_id, each.rollout_id)] for each in rollouts]
+        return [
+            job.ended.get(rollout.number) or [_aborted(rollout.group_id, rollout.rollout_id)] for rollout in rollouts
+        ]
 
     def session(self, rollout: Rollout, generate: Generate, sampling: SamplingParams) -> RecordingSession:
         """Return the session of a rollout."""

@@ -34,12 +34,12 @@ def load_named(path: str, key: str) -> Any:
         raise ConfigError(explain_local(key, path))
     try:
         module = _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
-        found = getattr(module, name)
+        attribute = getattr(module, name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(f"{key}={path} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{key}={path} is a {type(found).__name__}, which cannot be called")
-    return found
+    if not callable(attribute):
+        raise ConfigError(f"{key}={path} is a {type(attribute).__name__}, which cannot be called")
+    return attribute
 
 
 @functools.cache

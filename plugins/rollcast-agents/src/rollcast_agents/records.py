@@ -78,7 +78,7 @@ def record_path(run_dir: Path, step: int) -> Path:
 
 def save_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write trajectories without tasks, scores and texts; see :func:`save_records`."""
-    save_records(path, [Record(each) for each in trajectories])
+    save_records(path, [Record(trajectory) for trajectory in trajectories])
 
 
 def save_records(path: Path, records: Iterable[Record]) -> None:
@@ -117,7 +117,7 @@ def keep_groups(path: Path, groups: Collection[str]) -> None:
 def decode_segments(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each segment, so that readers of the file need no tokenizer."""
     ids = [segment.token_ids.tolist() for segment in trajectory.segments]
-    return [str(tokenizer.decode(each, skip_special_tokens=False)) for each in ids]
+    return [str(tokenizer.decode(segment_ids, skip_special_tokens=False)) for segment_ids in ids]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
@@ -159,21 +159,21 @@ def _line(record: Record) -> str:
 
 
 def _as_json(record: Record) -> dict[str, Any]:
-    each, failure = record.trajectory, record.trajectory.failure
-    texts: Sequence[str | None] = record.texts or [None] * len(each.segments)
+    trajectory, failure = record.trajectory, record.trajectory.failure
+    texts: Sequence[str | None] = record.texts or [None] * len(trajectory.segments)
     return {
         "version": _VERSION,
-        "group_id": each.group_id,
-        "rollout_id": each.rollout_id,
-        "end": each.end,
-        "reward": each.reward,
-        "turn_rewards": {str(turn): value for turn, value in each.turn_rewards.items()},
-        "reward_components": dict(each.reward_components),
-        "messages": list(each.messages),
-        "metrics": dict(each.metrics),
+        "group_id": trajectory.group_id,
+        "rollout_id": trajectory.rollout_id,
+        "end": trajectory.end,
+        "reward": trajectory.reward,
+        "turn_rewards": {str(turn): value for turn, value in trajectory.turn_rewards.items()},
+        "reward_components": dict(trajectory.reward_components),
+        "messages": list(trajectory.messages),
+        "metrics": dict(trajectory.metrics),
         "failure": None if failure is None else {"boundary": failure.boundary, "message": failure.message},
-        "extra": dict(each.extra),
-        "segments": [_segment_json(segment, text) for segment, text in zip(each.segments, texts, strict=True)],
+        "extra": dict(trajectory.extra),
+        "segments": [_segment_json(segment, text) for segment, text in zip(trajectory.segments, texts, strict=True)],
         "task": dict(record.task),
         "score": record.score,
     }

@@ -39,7 +39,7 @@ def rescore(records: Sequence[Record], config: DictConfig) -> tuple[list[Record]
     """
     scored = _score(records, config)
     totals = scored.rollout_scores.tolist()
-    found = [replace(record, score=total) for record, total in zip(records, totals, strict=True)]
+    rescored = [replace(record, score=total) for record, total in zip(records, totals, strict=True)]
     final = scored.final.nonzero().flatten().tolist()
     before = [records[row].score for row in final]
     known = [score for score in before if score is not None]
@@ -51,7 +51,7 @@ def rescore(records: Sequence[Record], config: DictConfig) -> tuple[list[Record]
         **({"score_before": sum(known) / len(known)} if known else {}),
         "changed": float(changed),
     }
-    return found, figures
+    return rescored, figures
 
 
 def _score(records: Sequence[Record], config: DictConfig) -> Scored:

@@ -131,7 +131,7 @@ class RolloutRunner:
             outcome = replace(outcome, metrics={**session.metrics(), **outcome.metrics})
         outcome, problem = _with_finite_numbers(outcome)
         failure = failure or problem
-        trajectories = [_finished(each, outcome, session, failure) for each in session.trajectories()]
+        trajectories = [_finished(trajectory, outcome, session, failure) for trajectory in session.trajectories()]
         return trajectories or [
             _finished(Trajectory((), session.group_id, session.session_id, outcome.end), outcome, session, failure)
         ]

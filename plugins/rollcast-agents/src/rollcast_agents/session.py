@@ -193,14 +193,14 @@ class RecordingSession(Session):
         count = bisect.bisect_left(
             range(len(ids)), True, key=lambda end: any(stop in self._renderer.decode(ids[:end]) for stop in stops)
         )
-        kept = slice(0, count)
+        part = slice(0, count)
         routed = sequence.routed_experts
         return replace(
             sequence,
             routed_experts=None if routed is None else routed[: len(routed) - len(ids) + count],
-            token_ids=sequence.token_ids[kept],
-            log_probs=sequence.log_probs[kept],
-            weight_versions=sequence.weight_versions[kept],
+            token_ids=sequence.token_ids[part],
+            log_probs=sequence.log_probs[part],
+            weight_versions=sequence.weight_versions[part],
             finish_reason="stop",
         )
 
@@ -259,15 +259,15 @@ class RecordingSession(Session):
 
     def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
         """Return the leaf with the longest conversation that these messages continue."""
-        found = [leaf for leaf in self._leaves if leaf.continues_with(keys) and leaf.tools == tools]
-        return max(found, key=lambda leaf: len(leaf.keys), default=None)
+        leaves = [leaf for leaf in self._leaves if leaf.continues_with(keys) and leaf.tools == tools]
+        return max(leaves, key=lambda leaf: len(leaf.keys), default=None)
 
     def _record(self, context: _Prompt, sequence: RolloutSequence, sampling: SamplingParams) -> Reply:
         tokens = np.asarray(sequence.token_ids, np.int32)
         log_probs = np.asarray(sequence.log_probs, np.float32)
         # Looked up only now: calls of one session may end in another order than they began.
-        leaf = next((each for each in self._leaves if _begins_with(context.ids, each.ids)), None)
-        kept = 0 if leaf is None else len(leaf.ids)
+        leaf = next((candidate for candidate in self._leaves if _begins_with(context.ids, candidate.ids)), None)
+        length = 0 if leaf is None else len(leaf.ids)
         if leaf is None:
             self._forks += bool(self._leaves)
             leaf = _Leaf(context.ids, [])
@@ -276,10 +276,10 @@ class RecordingSession(Session):
         self._turns += 1
         routed, start = sequence.routed_experts, len(context.ids)
         if routed is not None and leaf.segments:
-            leaf.segments[-1] = _read_to_end(leaf.segments[-1], routed[kept - 1])
-        if kept < start:
-            given = None if routed is None else routed[kept:start]
-            leaf.segments.append(Segment(context.ids[kept:], sampled=False, turn=turn, routed_experts=given))
+            leaf.segments[-1] = _read_to_end(leaf.segments[-1], routed[length - 1])
+        if length < start:
+            routes = None if routed is None else routed[length:start]
+            leaf.segments.append(Segment(context.ids[length:], sampled=False, turn=turn, routed_experts=routes))
         own = None if routed is None else routed[start:]
         leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions), own))
         leaf.ids = np.concatenate([context.ids, tokens])

@@ -57,23 +57,23 @@ def tool_format(name: str) -> Parse:
 # ---- shared ----
 
 
-def _joined(text: str, found: Iterator[_Found]) -> Parsed:
+def _joined(text: str, tool_calls: Iterator[_Found]) -> Parsed:
     """Cut the well-formed calls out of the text and number all calls."""
-    kept: list[str] = []
+    texts: list[str] = []
     calls: list[ToolCall] = []
     at = 0
-    for piece in found:
-        kept.append(text[at : piece.start])
+    for piece in tool_calls:
+        texts.append(text[at : piece.start])
         if any(call.error for call in piece.calls):
-            kept.append(text[piece.start : piece.stop])
+            texts.append(text[piece.start : piece.stop])
         calls += piece.calls
         at = piece.stop
-    kept.append(text[at:])
+    texts.append(text[at:])
     numbered = tuple(
         ToolCall(call.name, call.arguments, call.call_id or f"call_{number}", call.error)
         for number, call in enumerate(calls)
     )
-    return Parsed("".join(kept).strip(), numbered)
+    return Parsed("".join(texts).strip(), numbered)
 
 
 def _from_json(body: str, arguments_key: str = "arguments") -> tuple[ToolCall, ...]:
@@ -82,7 +82,7 @@ def _from_json(body: str, arguments_key: str = "arguments") -> tuple[ToolCall, .
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         return (ToolCall("", error=f"The tool call is not valid JSON: {error}"),)
-    return tuple(_from_mapping(each, arguments_key) for each in (value if isinstance(value, list) else [value]))
+    return tuple(_from_mapping(call, arguments_key) for call in (value if isinstance(value, list) else [value]))
 
 
 def _from_mapping(value: Any, arguments_key: str) -> ToolCall:
@@ -101,15 +101,17 @@ def _with_arguments(name: str, arguments: Any, call_id: str = "") -> ToolCall:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        found = type(arguments).__name__
-        return ToolCall(name, error=f"The arguments of {name} are a {found}; they must be an object.", call_id=call_id)
+        kind = type(arguments).__name__
+        return ToolCall(name, error=f"The arguments of {name} are a {kind}; they must be an object.", call_id=call_id)
     return ToolCall(name, dict(arguments), call_id)
 
 
 def tool_parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
     """Return the schema of each tool's arguments by the tool's name."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {str(each.get("name")): each.get("parameters") or {} for each in functions if each.get("name")}
+    return {
+        str(function.get("name")): function.get("parameters") or {} for function in functions if function.get("name")
+    }
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
@@ -117,10 +119,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
+        node: Any = root
         for part in reference.removeprefix("#/").split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return _types(found, root, depth + 1)
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return _types(node, root, depth + 1)
     if "type" in schema:
         return {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
     if "enum" in schema or "const" in schema:
@@ -209,12 +211,12 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, 
 def _hermes(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse ``<tool_call>{"name": …, "arguments": …}</tool_call>`` (Hermes, Qwen2.5, Qwen3)."""
 
-    def found() -> Iterator[_Found]:
+    def calls() -> Iterator[_Found]:
         for start, stop, body in _between(text, "<tool_call>", "</tool_call>"):
             unclosed = (ToolCall("", error="The tool call is not closed by </tool_call>."),)
             yield _Found(start, stop, unclosed if body is None else _from_json(body))
 
-    return _joined(text, found())
+    return _joined(text, calls())
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)\n?(?:</function>)\s*", re.DOTALL)
@@ -228,7 +230,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """
     schemas = tool_parameters(tools)
 
-    def found() -> Iterator[_Found]:
+    def calls() -> Iterator[_Found]:
         for start, stop, body in _between(text, "<tool_call>", "</tool_call>"):
             match = _FUNCTION.fullmatch(body) if body is not None else None
             if match is None:
@@ -241,7 +243,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
             texts = {key.strip(): value for key, value in _PARAMETER.findall(match[2])}
             yield _Found(start, stop, (ToolCall(name, arguments_by_schema(texts, schemas.get(name, {}))),))
 
-    return _joined(text, found())
+    return _joined(text, calls())
 
 
 _LLAMA_BEGIN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:parameters|arguments)"')
@@ -358,7 +360,7 @@ _DEEPSEEK_V31 = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>\s*(\{.*\})\s*", r
 def _deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse DeepSeek's ``<｜tool▁call▁begin｜>``: fenced JSON (V3, R1), or the name before the separator (V3.1)."""
 
-    def found() -> Iterator[_Found]:
+    def calls() -> Iterator[_Found]:
         for start, stop, body in _between(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END):
             match = None
             if body is not None:
@@ -369,7 +371,7 @@ def _deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
                 yield _Found(start, stop, (_with_arguments(match[1].strip(), match[2]),))
 
     text = text.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
-    return _joined(text, found())
+    return _joined(text, calls())
 
 
 _HARMONY = re.compile(
@@ -382,7 +384,7 @@ _HARMONY = re.compile(
 def _gpt_oss(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
     """Parse harmony's channels: calls in ``commentary to=functions.f``, the answer in ``final`` (GPT-OSS)."""
     calls: list[ToolCall] = []
-    kept: list[str] = []
+    texts: list[str] = []
     thoughts: list[str] = []
     messages = _HARMONY.findall(text)
     if not messages:
@@ -391,10 +393,10 @@ def _gpt_oss(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
         if recipient:
             call = _with_arguments(recipient.removeprefix("functions."), body.strip())
             calls.append(ToolCall(call.name, call.arguments, f"call_{len(calls)}", call.error))
-            kept += [body] if call.error else []
+            texts += [body] if call.error else []
         else:
-            (thoughts if channel == "analysis" else kept).append(body)
-    return Parsed("\n".join(kept).strip(), tuple(calls), "\n".join(thoughts).strip())
+            (thoughts if channel == "analysis" else texts).append(body)
+    return Parsed("\n".join(texts).strip(), tuple(calls), "\n".join(thoughts).strip())
 
 
 #: Parsers by format name; the names are those of verl and vLLM where they have one.

@@ -65,7 +65,7 @@ def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) ->
     check, judge = _reward_check(config) if needs_truth else _environment_check(agent)
     rows = read_files([prompts])[:limit]
     checked = [(row.number, *check(*_task(row, data, answer, needs_truth))) for row in track(rows, "rows")]
-    faults = tuple((number, fault) for number, found, _ in checked for fault in found)
+    faults = tuple((number, fault) for number, faults_of_row, _ in checked for fault in faults_of_row)
     return TaskReport(judge, len(rows), faults, sum(not is_known for _, _, is_known in checked))
 
 

@@ -39,11 +39,11 @@ def read_entries(key: str, path: str | Path, name: str) -> dict[str, Mapping[str
     entries = loaded.get(name) if isinstance(loaded, Mapping) else None
     if not isinstance(entries, list):
         raise ConfigError(f"{where} has no list {name!r}")
-    found = {f"{where}: {name}[{index}]": entry for index, entry in enumerate(entries)}
-    for place, entry in found.items():
+    entries_by_place = {f"{where}: {name}[{index}]": entry for index, entry in enumerate(entries)}
+    for place, entry in entries_by_place.items():
         if not isinstance(entry, Mapping) or "." not in str(entry.get("class_name", "")):
             raise ConfigError(f"{place} has no class_name such as package.module.Class")
-    return found
+    return entries_by_place
 
 
 def import_class(name: str) -> Any:

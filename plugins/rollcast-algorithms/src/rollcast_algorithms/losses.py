@@ -158,11 +158,11 @@ class PpoLoss:
         read = {} if columns is None else columns
         inputs = self._inputs(old_log_probs, old_log_probs, advantages, response_mask, {}, read)
         prepared = prepare_policy_loss(self.policy_loss, inputs)
-        found = {PREPARED + name: column for name, column in prepared.items()}
+        prefixed = {PREPARED + name: column for name, column in prepared.items()}
         if self.top_entropy_quantile < 1.0:
             entropy = _column(read, "entropy")
-            found[HIGH_ENTROPY] = select_high_entropy(entropy, response_mask, self.top_entropy_quantile)
-        return found
+            prefixed[HIGH_ENTROPY] = select_high_entropy(entropy, response_mask, self.top_entropy_quantile)
+        return prefixed
 
     def _inputs(
         self,
@@ -198,9 +198,9 @@ class PpoLoss:
         losses, shares = policy.losses, dict(policy.metrics)
         if self.use_rollout_is_weights and not self.weighs_rows_itself:
             losses = losses * masked("rollout_is_weights", _column(columns, "rollout_is_weights"), mask).detach()
-        for name, kept in self._selections(inputs, log_probs).items():
-            losses = torch.where(kept, losses, 0.0)
-            shares[name] = (~kept).to(losses.dtype)
+        for name, selection in self._selections(inputs, log_probs).items():
+            losses = torch.where(selection, losses, 0.0)
+            shares[name] = (~selection).to(losses.dtype)
         loss = self.aggregation(losses, mask, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         present = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
@@ -225,16 +225,16 @@ class PpoLoss:
 
     def _selections(self, inputs: LossInputs, log_probs: Tensor) -> dict[str, Tensor]:
         """Return masks of the tokens that the policy loss keeps, bool ``[B, T]``, by the metric of the others."""
-        found, columns, mask = {}, inputs.columns, inputs.response_mask
+        prepared, columns, mask = {}, inputs.columns, inputs.response_mask
         if self.off_policy_mask_threshold is not None:
             name = "rollout_log_probs" if "rollout_log_probs" in columns else "old_log_probs"
             sampled, threshold = _column(columns, name), self.off_policy_mask_threshold
-            found["off_policy_masked"] = keep_near_rows(
+            prepared["off_policy_masked"] = keep_near_rows(
                 log_probs, sampled, _column(columns, "advantages"), mask, threshold
             )
         if self.top_entropy_quantile < 1.0:
-            found["low_entropy_masked"] = masked(HIGH_ENTROPY, _column(columns, HIGH_ENTROPY), mask) != 0
-        return found
+            prepared["low_entropy_masked"] = masked(HIGH_ENTROPY, _column(columns, HIGH_ENTROPY), mask) != 0
+        return prepared
 
     def _kl(self, inputs: LossInputs, penalty: KlPenalty) -> Tensor:
         if needs_vocabulary(penalty):

@@ -136,9 +136,9 @@ def correct_rollout(
     weights = None
     if config.rollout_is is not None:
         lower, upper = _bounds("rollout_is_threshold", config.rollout_is_threshold)
-        found = importance_weights(ratios, config.rollout_is, lower, upper, config.rollout_is_batch_normalize)
-        metrics |= _weight_metrics(found, ratios, config.rollout_is, lower, upper)
-        weights = response_mask.with_values(torch.zeros(len(inside)).masked_scatter_(inside, found))
+        importance = importance_weights(ratios, config.rollout_is, lower, upper, config.rollout_is_batch_normalize)
+        metrics |= _weight_metrics(importance, ratios, config.rollout_is, lower, upper)
+        weights = response_mask.with_values(torch.zeros(len(inside)).masked_scatter_(inside, importance))
     keep = torch.ones(len(ratios.values), dtype=torch.bool)
     if config.rollout_rs is not None:
         keep &= rejection(ratios, config.rollout_rs, config.rollout_rs_threshold)
@@ -148,8 +148,8 @@ def correct_rollout(
         keep &= vetoed[ratios.rows].logical_not()
     metrics["rollout_corr/rollout_rs_masked_fraction"] = ratios.token_share(~keep)
     metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = ratios.row_share(ratios.sums((~keep).long()) > 0)
-    kept = torch.zeros_like(inside).masked_scatter_(inside, keep)
-    return RolloutCorrection(weights, response_mask.with_values(response_mask.values * kept), metrics)
+    chosen = torch.zeros_like(inside).masked_scatter_(inside, keep)
+    return RolloutCorrection(weights, response_mask.with_values(response_mask.values * chosen), metrics)
 
 
 def importance_weights(

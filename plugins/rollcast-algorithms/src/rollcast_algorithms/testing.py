@@ -48,8 +48,8 @@ class KlControllerSuite:
         return values
 
     def test_starts_with_the_coefficient(self) -> None:
-        given, asked = self.build().value, self.settings().kl_coef
-        require(given == asked, f"the first coefficient is algorithm.kl_coef, {asked}, not {given}")
+        value, asked = self.build().value, self.settings().kl_coef
+        require(value == asked, f"the first coefficient is algorithm.kl_coef, {asked}, not {value}")
 
     def test_coefficients_are_finite_and_not_negative(self) -> None:
         values = self._values(self.build(), self.divergences)

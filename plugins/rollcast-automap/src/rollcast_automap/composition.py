@@ -217,8 +217,10 @@ def memory_of(
 def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Prediction:
     """Return the predicted figures of a mapping, whether or not it fits its devices."""
     pools = {pool.name: pool for pool in mapping.pools}
-    placed: dict[str, tuple[Placement, Pool]] = {each.role: (each, pools[each.pool]) for each in mapping.placements}
-    pool_of = {each.role: each.pool for each in mapping.placements}
+    placed: dict[str, tuple[Placement, Pool]] = {
+        placement.role: (placement, pools[placement.pool]) for placement in mapping.placements
+    }
+    pool_of = {placement.role: placement.pool for placement in mapping.placements}
     stages = {
         stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
     }
@@ -252,8 +254,8 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
 
 def busy_shares(problem: Problem, prediction: Prediction) -> dict[str, float]:
     """Return pool → predicted share of a step in which its stages run; syncs and switches do not count."""
-    homes = {each.role: each.pool for each in prediction.mapping.placements}
-    found = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
+    homes = {placement.role: placement.pool for placement in prediction.mapping.placements}
+    seconds = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
     for stage in problem.stages:
-        found[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
-    return {pool: min(share, 1.0) for pool, share in found.items()}
+        seconds[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
+    return {pool: min(share, 1.0) for pool, share in seconds.items()}

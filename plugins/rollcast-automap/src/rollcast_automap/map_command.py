@@ -93,24 +93,24 @@ def map_roles(
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
     costs = kind(section)
     with show_progress("searching placements"):
-        found = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
-    texts = [list_overrides(trainer, problem, each.mapping) for each in found]
+        predictions = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
+    texts = [list_overrides(trainer, problem, prediction.mapping) for prediction in predictions]
     if write is not None:
-        _write(write, found[0], texts[0])
+        _write(write, predictions[0], texts[0])
     runs: list[SimulatedMapping] = []
     if simulate is not None:
-        runs = _simulate(simulate, problem, found[: 2 if explain else 1], costs, simulate_steps, simulate_seed)
+        runs = _simulate(simulate, problem, predictions[: 2 if explain else 1], costs, simulate_steps, simulate_seed)
     if as_json:
-        rows = [_as_dict(each, given) for each, given in zip(found[:count], texts, strict=False)]
+        rows = [_as_dict(prediction, text) for prediction, text in zip(predictions[:count], texts, strict=False)]
         for row, run in zip(rows, runs, strict=False):
             row["simulation"] = run.as_dict()
         typer.echo(json.dumps(rows, indent=2))
         return
-    _print_table(found[:count], problem)
+    _print_table(predictions[:count], problem)
     if explain:
-        print_lines(*_explain(found))
+        print_lines(*_explain(predictions))
     for number, run in enumerate(runs):
-        print_lines(*_compare(problem, found[number], run, number + 1))
+        print_lines(*_compare(problem, predictions[number], run, number + 1))
     if simulate is not None:
         print_lines(f"wrote {simulate}")
     if write is not None:
@@ -118,27 +118,27 @@ def map_roles(
 
 
 def _simulate(
-    path: Path, problem: Problem, found: Sequence[Prediction], costs: BaseCostModel, steps: int, seed: int
+    path: Path, problem: Problem, predictions: Sequence[Prediction], costs: BaseCostModel, steps: int, seed: int
 ) -> list[SimulatedMapping]:
     """Simulate mappings and write their Gantt chart."""
     from rollcast.contracts.files import replace_file
     from rollcast_automap.simulation.gantt_page import render_gantt
     from rollcast_automap.simulation.mapping_simulation import simulate_mapping
 
-    runs = [simulate_mapping(problem, each.mapping, costs, steps, seed) for each in found]
+    runs = [simulate_mapping(problem, prediction.mapping, costs, steps, seed) for prediction in predictions]
     title = f"{problem.rows:,} rows a step on {problem.cluster.devices:,} devices"
     try:
-        replace_file(path, render_gantt(problem, list(zip(found, runs, strict=True)), title))
+        replace_file(path, render_gantt(problem, list(zip(predictions, runs, strict=True)), title))
     except OSError as error:
         raise ConfigError(f"--simulate {path}: the file cannot be written: {error}") from error
     return runs
 
 
-def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number: int) -> list[str]:
+def _compare(problem: Problem, prediction: Prediction, run: SimulatedMapping, number: int) -> list[str]:
     """Return lines that compare the simulated figures of a mapping with the predicted ones."""
     from rollcast_automap.composition import busy_shares
 
-    expected, predicted = busy_shares(problem, found), found.step_seconds
+    expected, predicted = busy_shares(problem, prediction), prediction.step_seconds
     lines = [
         f"mapping {number}, simulated: {run.step_seconds:.3g} s a step, the mean of {len(run.step_times)}; "
         f"{predicted:.3g} s predicted ({predicted / run.step_seconds - 1:+.1%})"
@@ -162,20 +162,20 @@ def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: s
             "takes cluster.device and cost_model.*"
         )
     costs = kind(section)
-    found = [check_run(read_run(folder, devices[-1] if devices else None), costs) for folder in folders]
+    checks = [check_run(read_run(folder, devices[-1] if devices else None), costs) for folder in folders]
     if as_json:
-        typer.echo(json.dumps([as_dict(each) for each in found], indent=2))
+        typer.echo(json.dumps([as_dict(run_check) for run_check in checks], indent=2))
         return
-    for each in found:
-        build_console().print(_check_table(each))
+    for check in checks:
+        build_console().print(_check_table(check))
 
 
-def _check_table(found: RunCheck) -> Any:
+def _check_table(check: RunCheck) -> Any:
     from rich.table import Table
 
     from rollcast_automap.memory.memory_facts import format_bytes
 
-    table = Table("", "predicted", "measured", "off by", "", title=str(found.folder), title_justify="left")
+    table = Table("", "predicted", "measured", "off by", "", title=str(check.folder), title_justify="left")
     for column in table.columns[1:4]:
         column.justify = "right"
 
@@ -183,11 +183,11 @@ def _check_table(found: RunCheck) -> Any:
         shown = ["" if value is None else show(value) for value in (pair.predicted, pair.measured)]
         table.add_row(name, *shown, "" if pair.error is None else f"{pair.error:+.0%}", pair.note)
 
-    for name, pair in found.stages.items():
+    for name, pair in check.stages.items():
         row(name, pair, "{:.3g} s".format)
     table.add_section()
-    row("step", found.step, "{:.3g} s".format)
-    row("memory", found.memory, lambda value: format_bytes(round(value)))
+    row("step", check.step, "{:.3g} s".format)
+    row("memory", check.memory, lambda value: format_bytes(round(value)))
     return table
 
 
@@ -204,8 +204,8 @@ def _read_lengths(
         raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
     data = trainer.task.data
     if path is not None and path.is_dir():
-        found = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
-        prompt, response = found.prompt, found.response
+        lengths = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
+        prompt, response = lengths.prompt, lengths.response
     elif path is not None:
         longest = data.max_response_length
         response = LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
@@ -220,8 +220,8 @@ def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple
 
     prefix = f"{path}."
     own = [text.removeprefix(prefix) for text in overrides if text.startswith(prefix)]
-    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
-    section = build_section(schema, given, path, closed=True)
+    options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
+    section = build_section(schema, options, path, closed=True)
     return section, [text for text in overrides if not text.startswith(prefix)]
 
 
@@ -237,33 +237,33 @@ def _write(path: Path, best: Prediction, overrides: Sequence[str]) -> None:
         raise ConfigError(f"--write {path}: the file cannot be written: {error}") from error
 
 
-def _as_dict(found: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
+def _as_dict(prediction: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
     return {
-        "step_seconds": found.step_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "mode": found.mapping.mode,
-        "max_staleness": found.mapping.max_staleness,
-        "pools": {pool.name: list(pool.process_on_nodes) for pool in found.mapping.pools},
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mode": prediction.mapping.mode,
+        "max_staleness": prediction.mapping.max_staleness,
+        "pools": {pool.name: list(pool.process_on_nodes) for pool in prediction.mapping.pools},
         "roles": {
-            each.role: {
-                "pool": each.pool,
-                "data": each.mesh.data,
-                "tensor": each.mesh.tensor,
-                "pipeline": each.mesh.pipeline,
-                "micro_batch_rows": each.micro_batch_rows,
-                "bytes": found.memory[each.role].total,
+            placement.role: {
+                "pool": placement.pool,
+                "data": placement.mesh.data,
+                "tensor": placement.mesh.tensor,
+                "pipeline": placement.mesh.pipeline,
+                "micro_batch_rows": placement.micro_batch_rows,
+                "bytes": prediction.memory[placement.role].total,
             }
-            for each in found.mapping.placements
+            for placement in prediction.mapping.placements
         },
         "stages": {
-            name: {"seconds": cost.seconds, **cost.parts, "note": cost.note} for name, cost in found.stages.items()
+            name: {"seconds": cost.seconds, **cost.parts, "note": cost.note} for name, cost in prediction.stages.items()
         },
-        "device_bytes": dict(found.device_bytes),
+        "device_bytes": dict(prediction.device_bytes),
         "overrides": list(overrides),
     }
 
 
-def _print_table(found: Sequence[Prediction], problem: Problem) -> None:
+def _print_table(predictions: Sequence[Prediction], problem: Problem) -> None:
     from rich.table import Table
 
     from rollcast_automap.memory.memory_facts import format_bytes
@@ -271,39 +271,41 @@ def _print_table(found: Sequence[Prediction], problem: Problem) -> None:
     table = Table(title=f"{problem.cluster.devices} devices, {problem.rows} rows a step")
     for title in ("", "step", "tokens/s", "mode", "pools", "memory", "limits"):
         table.add_column(title)
-    for number, each in enumerate(found, 1):
-        longest = max(each.stages, key=lambda name: each.stages[name].seconds)
+    for number, prediction in enumerate(predictions, 1):
+        longest = max(prediction.stages, key=lambda name: prediction.stages[name].seconds)
         table.add_row(
             str(number),
-            f"{each.step_seconds:.3g} s",
-            f"{each.tokens_per_second:,.0f}",
-            each.mapping.mode + (f", {each.mapping.max_staleness} ahead" if each.mapping.max_staleness else ""),
-            "\n".join(_describe_pools(each)),
-            "\n".join(format_bytes(each.device_bytes[pool.name]) for pool in each.mapping.pools),
-            f"{longest}: {each.stages[longest].limit}",
+            f"{prediction.step_seconds:.3g} s",
+            f"{prediction.tokens_per_second:,.0f}",
+            prediction.mapping.mode
+            + (f", {prediction.mapping.max_staleness} ahead" if prediction.mapping.max_staleness else ""),
+            "\n".join(_describe_pools(prediction)),
+            "\n".join(format_bytes(prediction.device_bytes[pool.name]) for pool in prediction.mapping.pools),
+            f"{longest}: {prediction.stages[longest].limit}",
         )
     build_console().print(table)
 
 
-def _describe_pools(found: Prediction) -> list[str]:
+def _describe_pools(prediction: Prediction) -> list[str]:
     lines = []
-    for pool in found.mapping.pools:
+    for pool in prediction.mapping.pools:
         roles = [
-            f"{each.role} {each.mesh.data}x{each.mesh.tensor}x{each.mesh.pipeline} of {each.micro_batch_rows}"
-            for each in found.mapping.placements
-            if each.pool == pool.name
+            f"{placement.role} {placement.mesh.data}x{placement.mesh.tensor}x{placement.mesh.pipeline} of "
+            f"{placement.micro_batch_rows}"
+            for placement in prediction.mapping.placements
+            if placement.pool == pool.name
         ]
         lines.append(f"{pool.devices}: {', '.join(roles)}")
     return lines
 
 
-def _explain(found: Sequence[Prediction]) -> list[str]:
+def _explain(predictions: Sequence[Prediction]) -> list[str]:
     """Return a line per stage with the parts of its cost in the two best mappings, in seconds."""
-    if len(found) < 2:
+    if len(predictions) < 2:
         return ["there is no second mapping to compare with"]
     lines = []
-    for name in dict.fromkeys([*found[0].stages, *found[1].stages]):
-        costs = [each.stages.get(name) for each in found[:2]]
+    for name in dict.fromkeys([*predictions[0].stages, *predictions[1].stages]):
+        costs = [prediction.stages.get(name) for prediction in predictions[:2]]
         shown = [
             "not there"
             if cost is None

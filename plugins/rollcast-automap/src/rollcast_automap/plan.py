@@ -276,13 +276,13 @@ def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: li
     ]
     checkpoints = _events(steps, settings.save_freq)
     has_best = settings.keep_best_ckpt and bool(task.data.val_files) and settings.test_freq > 0
-    kept = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep + has_best
-    if checkpoints is not None and kept is not None:
-        kept = min(kept, checkpoints)
+    count = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep + has_best
+    if checkpoints is not None and count is not None:
+        count = min(count, checkpoints)
     return [
         *facts,
         _fact("checkpoints", checkpoints, "checkpoint"),
-        _fact("checkpoints_kept", kept, "kept checkpoint", " at most"),
+        _fact("checkpoints_kept", count, "kept checkpoint", " at most"),
     ]
 
 

@@ -45,16 +45,16 @@ def plan(
     composed = compose(overrides or (), config_dir, needs_trainer=True)
     trainer = build_loop_trainer(composed)
     device_bytes = None if device_memory is None else int(device_memory * 2**30)
-    found = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
-    found.add_device_defaults(composed.plain(), composed.by_device())
+    run_plan = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
+    run_plan.add_device_defaults(composed.plain(), composed.by_device())
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(run_plan.as_dict(), indent=2))
     else:
-        print_lines(*_render(found))
+        print_lines(*_render(run_plan))
 
 
-def _render(found: Plan) -> list[str]:
+def _render(run_plan: Plan) -> list[str]:
     lines: list[str] = []
-    for title, facts in found.sections.items():
+    for title, facts in run_plan.sections.items():
         lines += [title.capitalize(), *(f"  {fact.text}" for fact in facts if fact.text)]
-    return [*lines, *(["Notes", *(f"  {note}" for note in found.notes)] if found.notes else [])]
+    return [*lines, *(["Notes", *(f"  {note}" for note in run_plan.notes)] if run_plan.notes else [])]

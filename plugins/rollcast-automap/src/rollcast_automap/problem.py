@@ -105,7 +105,7 @@ def build_problem(
             together=together + tuple((one, other) for one, other in limits.together),
             headroom=limits.headroom,
             max_staleness=max_staleness,
-            meshes={name: found for name, found in meshes.items() if found is not None},
+            meshes={name: mesh for name, mesh in meshes.items() if mesh is not None},
             modes=tuple(mode for mode in get_args(Mode) if RolloutMode(mode) in modes),
         ),
     )
@@ -182,27 +182,27 @@ def place_of(role: str, uses_replicas: bool) -> str:
 def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> list[str]:
     """Return the overrides that apply a mapping to a run."""
     pools = {pool.name: pool for pool in mapping.pools}
-    places = {each.role: each for each in mapping.placements}
+    places = {entry.role: entry for entry in mapping.placements}
     home = places["actor"].pool
-    found = _pool_overrides(problem.cluster, pools, {role: each.pool for role, each in places.items()}, home)
+    overrides = _pool_overrides(problem.cluster, pools, {role: entry.pool for role, entry in places.items()}, home)
     for role, placement in places.items():
-        found += _role_overrides(problem.role(role), placement)
-    found += _rollout_overrides(trainer, places["rollout"], mapping, pools)
-    return [*found, f"trainer.max_staleness={mapping.max_staleness}"]
+        overrides += _role_overrides(problem.role(role), placement)
+    overrides += _rollout_overrides(trainer, places["rollout"], mapping, pools)
+    return [*overrides, f"trainer.max_staleness={mapping.max_staleness}"]
 
 
 def _pool_overrides(cluster: Cluster, pools: dict[str, Pool], homes: dict[str, str], home: str) -> list[str]:
     counts = pools[home].process_on_nodes
     mixed = len({node.kind.name for node in cluster.nodes}) > 1
-    found, mapped = [], {_PLACED.get(role, role): name for role, name in homes.items() if name != home}
+    overrides, mapped = [], {_PLACED.get(role, role): name for role, name in homes.items() if name != home}
     # placement.nnodes cannot ask for an accelerator_type, so clusters of several kinds use named pools only.
     if len(set(counts)) == 1 and not mixed:
-        found = [f"placement.nnodes={len(counts)}", f"placement.n_gpus_per_node={counts[0]}"]
+        overrides = [f"placement.nnodes={len(counts)}", f"placement.n_gpus_per_node={counts[0]}"]
     else:
         mapped |= {_PLACED.get(role, role): name for role, name in homes.items() if name == home}
     used = dict.fromkeys(mapped.values())
-    found += [f"placement.pools.{name}={_describe_pool(cluster, pools[name], mixed)}" for name in used]
-    return found + [f"placement.mapping.{role}={name}" for role, name in mapped.items()]
+    overrides += [f"placement.pools.{name}={_describe_pool(cluster, pools[name], mixed)}" for name in used]
+    return overrides + [f"placement.mapping.{role}={name}" for role, name in mapped.items()]
 
 
 def _describe_pool(cluster: Cluster, pool: Pool, mixed: bool) -> str:
@@ -216,13 +216,13 @@ def _describe_pool(cluster: Cluster, pool: Pool, mixed: bool) -> str:
 def _role_overrides(role: RoleSpec, placement: Placement) -> list[str]:
     if role.kind == "generates":
         return [f"rollout.tensor_model_parallel_size={placement.mesh.tensor}"]
-    found = [f"{_MICRO_BATCHES[role.name]}={placement.micro_batch_rows}"]
+    overrides = [f"{_MICRO_BATCHES[role.name]}={placement.micro_batch_rows}"]
     has: EngineCapabilities = engines.get(role.plugin).capabilities
     if has.tensor_parallel:
-        found.append(f"{role.name}.engine.tensor_model_parallel_size={placement.mesh.tensor}")
+        overrides.append(f"{role.name}.engine.tensor_model_parallel_size={placement.mesh.tensor}")
     if has.pipeline_parallel:
-        found.append(f"{role.name}.engine.pipeline_model_parallel_size={placement.mesh.pipeline}")
-    return found
+        overrides.append(f"{role.name}.engine.pipeline_model_parallel_size={placement.mesh.pipeline}")
+    return overrides
 
 
 def _rollout_overrides(
@@ -230,7 +230,7 @@ def _rollout_overrides(
 ) -> list[str]:
     """Return the overrides for the rollout mode and for a weight sync that supports it."""
     mode, task = mapping.mode, trainer.task
-    homes = {each.pool for each in mapping.placements if each.role in ("actor", "rollout")}
+    homes = {entry.pool for entry in mapping.placements if entry.role in ("actor", "rollout")}
     nodes = {node for home in homes for node, _ in pools[home].places}
     sync = task.rollout.weight_sync
     if not task.uses_replicas and (mode != "hybrid" or placement.mesh.tensor > 1):

@@ -176,10 +176,10 @@ def read_lengths(path: Path, longest: int, samples: int) -> Lengths:
     Raises:
         DataError: the file cannot be read, or a line is not a positive number; names the line.
     """
-    found = read_samples(path, longest)
+    read_lengths = read_samples(path, longest)
 
     def lengths(prompt: int) -> list[float]:
-        return random.Random(prompt).choices(found, k=samples)  # noqa: S311  # no secret
+        return random.Random(prompt).choices(read_lengths, k=samples)  # noqa: S311  # no secret
 
     return lengths
 

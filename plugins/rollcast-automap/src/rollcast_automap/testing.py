@@ -257,37 +257,37 @@ class PlannerSuite:
 
     def test_the_best_come_first(self) -> None:
         """Check that mappings are sorted by step time, and that there are no more than requested."""
-        found = [each.step_seconds for each in self._plan(small_problem(2))]
-        assert 1 <= len(found) <= 4
-        assert found == sorted(found)
-        assert self._plan(small_problem(2), 1)[0].step_seconds == found[0]
+        seconds = [prediction.step_seconds for prediction in self._plan(small_problem(2))]
+        assert 1 <= len(seconds) <= 4
+        assert seconds == sorted(seconds)
+        assert self._plan(small_problem(2), 1)[0].step_seconds == seconds[0]
 
     def test_equal_problems_have_equal_mappings(self) -> None:
         """Check that a search is deterministic."""
-        first = [each.mapping for each in self._plan(small_problem(2))]
-        assert [each.mapping for each in self._plan(small_problem(2))] == first
+        first = [prediction.mapping for prediction in self._plan(small_problem(2))]
+        assert [prediction.mapping for prediction in self._plan(small_problem(2))] == first
 
     def test_mappings_are_whole_and_obey_the_constraints(self) -> None:
         """Check that each role has one placement, meshes fill disjoint pools, and memory and constraints are met."""
         for limits in self.constraints:
             problem = small_problem(2, limits)
-            for each in self._plan(problem):
-                self._check(problem, each)
+            for prediction in self._plan(problem):
+                self._check(problem, prediction)
 
-    def _check(self, problem: Problem, found: Prediction) -> None:
-        limits, mapping = problem.constraints, found.mapping
+    def _check(self, problem: Problem, prediction: Prediction) -> None:
+        limits, mapping = problem.constraints, prediction.mapping
         pools = {pool.name: pool for pool in mapping.pools}
-        homes = {each.role: each.pool for each in mapping.placements}
+        homes = {placement.role: placement.pool for placement in mapping.placements}
         assert len(pools) == len(mapping.pools)
         assert sorted(homes) == sorted(role.name for role in problem.roles)
         assert len(mapping.placements) == len(homes)
-        assert all(each.mesh.size == pools[each.pool].devices for each in mapping.placements)
-        assert all(each.micro_batch_rows >= 1 for each in mapping.placements)
+        assert all(placement.mesh.size == pools[placement.pool].devices for placement in mapping.placements)
+        assert all(placement.micro_batch_rows >= 1 for placement in mapping.placements)
         used: Counter[int] = Counter()
         for pool in mapping.pools:
             used.update(dict(pool.places))
             room = min(problem.cluster.nodes[node].kind.memory_bytes for node, _ in pool.places)
-            assert found.device_bytes[pool.name] <= room * (1 - limits.headroom)
+            assert prediction.device_bytes[pool.name] <= room * (1 - limits.headroom)
         assert all(count <= problem.cluster.nodes[node].devices for node, count in used.items())
         assert all(pools[homes[role]].devices == count for role, count in limits.pinned.items())
         assert all(homes[one] != homes[other] for one, other in limits.forbidden)

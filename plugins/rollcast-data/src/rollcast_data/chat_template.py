@@ -170,8 +170,8 @@ class ChatTemplate:
         special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         stop = next((str(self._tokenizer.convert_ids_to_tokens(token)) for token in ids if token in special), "")
-        plain, found, _ = text.partition(stop) if stop else ("", "", "")
-        return Closing(text, plain + found if found else "", found)
+        plain, marker, _ = text.partition(stop) if stop else ("", "", "")
+        return Closing(text, plain + marker if marker else "", marker)
 
     def _render(
         self,

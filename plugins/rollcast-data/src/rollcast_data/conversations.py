@@ -126,7 +126,7 @@ class ConversationDataset(BaseDataset):
             ``[B]``.
         """
         responses = join_ids([row.response_ids for row in rows])
-        trained = torch.tensor([each for row in rows for each in row.trained], dtype=torch.bool)
+        trained = torch.tensor([is_trained for row in rows for is_trained in row.trained], dtype=torch.bool)
         return DataProto.from_dict(
             tensors={
                 "prompts": join_ids([row.prompt_ids for row in rows]).column(),
@@ -190,13 +190,13 @@ class ConversationDataset(BaseDataset):
         return [*messages[:-1], dict(whole), *more[1:]], len(messages) - 1, messages[-1:]
 
     def _join(
-        self, kept: list[tuple[_Chain, Ids]], tokenizer: PreTrainedTokenizerBase, template: _Template
+        self, fitting: list[tuple[_Chain, Ids]], tokenizer: PreTrainedTokenizerBase, template: _Template
     ) -> list[ConversationRow]:
-        texts = [piece.text for chain, _ in kept for piece in chain.pieces]
+        texts = [piece.text for chain, _ in fitting for piece in chain.pieces]
         encoded = iter(encode_texts(texts, tokenizer, special=False))
         joined: list[ConversationRow] = []
         overlong = 0
-        for chain, prompt in kept:
+        for chain, prompt in fitting:
             ids, trained = _joined_pieces(chain, encoded, template.end_ids if chain.adds_end else [])
             if len(ids) > self.config.max_response_length:
                 overlong += 1
@@ -204,7 +204,7 @@ class ConversationDataset(BaseDataset):
             joined.append(ConversationRow(len(joined), prompt, ids, trained))
         if overlong:
             limit = self.config.max_response_length
-            _log.info("%d of %d conversations have more than %d tokens and are cut", overlong, len(kept), limit)
+            _log.info("%d of %d conversations have more than %d tokens and are cut", overlong, len(fitting), limit)
         return joined
 
     def _cut(self, chain: _Chain, ids: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:

@@ -186,7 +186,7 @@ def fit_prompts(rows: Sequence[_LocatedT], prompts: Sequence[Ids], config: DataC
         DataError: a prompt is too long and ``truncation`` is ``error``, or no row is left.
     """
     limit = config.max_prompt_length
-    kept: list[tuple[_LocatedT, Ids]] = []
+    fitting: list[tuple[_LocatedT, Ids]] = []
     overlong = 0
     for row, ids in zip(rows, prompts, strict=True):
         if len(ids) > limit:
@@ -199,17 +199,17 @@ def fit_prompts(rows: Sequence[_LocatedT], prompts: Sequence[Ids], config: DataC
                     "raise it, set data.truncation to left or right, or set data.filter_overlong_prompts=true"
                 )
             ids = ids[-limit:] if config.truncation == "left" else ids[:limit]  # noqa: PLW2901
-        kept.append((row, ids))
+        fitting.append((row, ids))
     if overlong:
         what = "left out" if config.filter_overlong_prompts else f"cut at the {config.truncation}"
         _log.info("%d of %d prompts have more than %d tokens and are %s", overlong, len(rows), limit, what)
-    if not kept:
+    if not fitting:
         shortest = min(map(len, prompts), default=0)
         raise DataError(
             f"no row is left: all {len(rows)} prompts have more than data.max_prompt_length={limit} tokens "
             f"(the shortest has {shortest})"
         )
-    return kept
+    return fitting
 
 
 def read_images(row: Row, config: DataConfig) -> dict[str, tuple[bytes, ...]] | None:

@@ -110,7 +110,7 @@ def _missing_file(path: Path) -> str:
                 f"--local-dir {path.name}, and name its files, such as '{path.name}/**/train-*.parquet'"
             )
         return f"{path} does not exist: there is no folder {folder.absolute()}{hint}"
-    names = sorted(each.name for each in folder.iterdir() if each.is_file())
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     if near:
         return f"{path} does not exist; the nearest name in {folder.absolute()} is {near[0]}"
@@ -228,9 +228,9 @@ def _require_shallow(value: Any) -> None:
     level, depth = [value], 0
     while level := [
         item
-        for each in level
-        if isinstance(each, dict | list)
-        for item in (each.values() if isinstance(each, dict) else each)
+        for file in level
+        if isinstance(file, dict | list)
+        for item in (file.values() if isinstance(file, dict) else file)
         if isinstance(item, dict | list)
     ]:
         depth += 1

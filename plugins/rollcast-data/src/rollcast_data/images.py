@@ -54,30 +54,30 @@ def split_images(row: Row, config: DataConfig) -> tuple[list[dict[str, Any]], tu
     column = _column(row, config)
     waiting = iter(column)
     images: list[bytes] = []
-    found: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     for message in messages:
         parts: list[dict[str, str]] = []
         for part in _parts(message, bool(column), where):
             if part.get("type") != _IMAGE:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
-            given = part.get(_IMAGE)
-            given = next(waiting, None) if given is None else given
-            if given is None:
+            image = part.get(_IMAGE)
+            image = next(waiting, None) if image is None else image
+            if image is None:
                 raise DataError(
                     f"{where} has more images than the {len(column)} of {config.image_key} (data.image_key)"
                 )
-            images.append(read_image(given, where, row.path.parent))
+            images.append(read_image(image, where, row.path.parent))
             parts.append({"type": _IMAGE})
         given_keys = {key: value for key, value in message.items() if value is not None}
-        found.append({**given_keys, "content": parts})
+        converted.append({**given_keys, "content": parts})
     left = sum(1 for _ in waiting)
     if left:
         raise DataError(
             f"{where} has no place for {left} of the {len(column)} images in {config.image_key} (data.image_key); "
             f"write {MARK} in the text of a message for each"
         )
-    return found, tuple(images)
+    return converted, tuple(images)
 
 
 def expand_images(

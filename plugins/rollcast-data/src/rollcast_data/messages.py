@@ -49,19 +49,19 @@ def read_messages(row: Row, value: Any, column: str) -> list[dict[str, Any]]:
 def _message(row: Row, message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{row.location}: {where} is {describe(message)}, not an object with role and content")
-    given = _without_nulls(message)
-    calls = given.pop("tool_calls", None) or []
-    if not isinstance(given.get("role"), str):
-        hint = "; rename from to role and value to content" if "from" in given and "value" in given else ""
+    fields = _without_nulls(message)
+    calls = fields.pop("tool_calls", None) or []
+    if not isinstance(fields.get("role"), str):
+        hint = "; rename from to role and value to content" if "from" in fields and "value" in fields else ""
         raise DataError(
-            f"{row.location}: {where} has no 'role' that is a string, its keys: {', '.join(given) or 'none'}{hint}"
+            f"{row.location}: {where} has no 'role' that is a string, its keys: {', '.join(fields) or 'none'}{hint}"
         )
-    if given["role"] == "assistant":
-        given.setdefault("content", "")  # a message of tool calls needs no text
-    given["content"] = _text(row, given.get("content"), where)
+    if fields["role"] == "assistant":
+        fields.setdefault("content", "")  # a message of tool calls needs no text
+    fields["content"] = _text(row, fields.get("content"), where)
     if calls:
-        given["tool_calls"] = [_call(row, call, where) for call in calls]
-    return given
+        fields["tool_calls"] = [_call(row, call, where) for call in calls]
+    return fields
 
 
 def _text(row: Row, content: Any, where: str) -> str:
@@ -99,17 +99,17 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
             f"{row.location}: {key} (data.tools_key) has to be a list of JSON schemas or its JSON text, this is "
             f"{describe(tools)}"
         )
-    found = []
-    for number, given in enumerate(tools):
-        schema = _parsed(row, f"schema {number} of {key}", given, None) if isinstance(given, str) else given
+    schemas = []
+    for number, tool in enumerate(tools):
+        schema = _parsed(row, f"schema {number} of {key}", tool, None) if isinstance(tool, str) else tool
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{row.location}: schema {number} of {key} (data.tools_key) is {describe(schema)}; it has to be "
                 '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
             )
-        found.append(schema)
-    return found
+        schemas.append(schema)
+    return schemas
 
 
 def read_chat_options(row: Row, config: DataConfig) -> ChatOptions:

@@ -152,9 +152,9 @@ class TaskDataset(PromptDataset):
         """Return the token ids of each row's prompt; the pad token for a row without one."""
         with_prompt = [number for number, row in enumerate(rows) if self.prompt(row)]
         encoded = super().encode([rows[number] for number in with_prompt], tokenizer)
-        found = dict(zip(with_prompt, encoded, strict=True))
+        ids_by_row = dict(zip(with_prompt, encoded, strict=True))
         empty = [require_pad_id(tokenizer)]
-        return [found.get(number, empty) for number in range(len(rows))]
+        return [ids_by_row.get(number, empty) for number in range(len(rows))]
 
 
 def find_ground_truth(row: Row, config: DataConfig) -> Any:
@@ -174,7 +174,7 @@ def _completion(row: Row) -> Any:
     value = row.find(COMPLETION)
     if not isinstance(value, list):
         return value
-    replies = [each for each in read_messages(row, value, COMPLETION) if each["role"] == "assistant"]
+    replies = [message for message in read_messages(row, value, COMPLETION) if message["role"] == "assistant"]
     return replies[0]["content"] if replies else None
 
 
@@ -185,9 +185,9 @@ def ground_truth(row: Row, config: DataConfig) -> Any:
         DataError: the row has no answer, or it is null.
     """
     key = config.ground_truth_key
-    found = find_ground_truth(row, config)
-    if key is None or found is not None:
-        return found
+    truth = find_ground_truth(row, config)
+    if key is None or truth is not None:
+        return truth
     try:
         return row.get(key, "data.ground_truth_key")
     except DataError as error:

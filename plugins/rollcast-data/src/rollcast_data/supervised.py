@@ -98,8 +98,8 @@ class SupervisedDataset(BaseDataset):
                 (_Pair(row, response if ending else [*response, eos_id]), prompt)
                 for row, prompt, response, ending in zip(rows, prompts, responses, endings, strict=True)
             ]
-        kept = fit_prompts([pair for pair, _ in pairs], [prompt for _, prompt in pairs], self.config)
-        self._rows = self._join(kept)
+        fitting = fit_prompts([pair for pair, _ in pairs], [prompt for _, prompt in pairs], self.config)
+        self._rows = self._join(fitting)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -160,11 +160,11 @@ class SupervisedDataset(BaseDataset):
             raise DataError(f"{row.location}: {TEXT} is empty")
         return _Text(value, is_whole)
 
-    def _join(self, kept: list[tuple[_Pair, Ids]]) -> list[SupervisedRow]:
+    def _join(self, fitting: list[tuple[_Pair, Ids]]) -> list[SupervisedRow]:
         limit = self.config.max_response_length
         joined: list[SupervisedRow] = []
         overlong = 0
-        for index, (pair, prompt) in enumerate(kept):
+        for index, (pair, prompt) in enumerate(fitting):
             ids = pair.response
             if len(ids) > limit:
                 overlong += 1

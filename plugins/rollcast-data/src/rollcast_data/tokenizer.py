@@ -142,15 +142,15 @@ def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
         ConfigError: the file is not JSON, or its ``eos_token_id`` is neither an id nor a list of ids.
     """
     file = Path(path).expanduser() / "generation_config.json"
-    found: Any = None
+    value: Any = None
     if file.is_file():
         try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: {file.absolute()} is not a JSON object ({error}); repair it") from error
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(each) is int and each >= 0 for each in ids):
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
         raise ConfigError(
-            f"model.path: eos_token_id in {file.absolute()} is {found!r}; it has to be a token id or a list of them"
+            f"model.path: eos_token_id in {file.absolute()} is {value!r}; it has to be a token id or a list of them"
         )
     return tuple(dict.fromkeys([cast("int", tokenizer.eos_token_id), *ids]))

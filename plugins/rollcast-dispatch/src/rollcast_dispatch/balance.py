@@ -37,12 +37,12 @@ def exchange_items(
         if loads[high] <= enough:
             break
         for low in heapq.nsmallest(tried, range(len(loads)), key=loads.__getitem__):
-            found = _best_swap(swapped[high], swapped[low], loads[high] - loads[low], weights)
-            if found is not None:
+            swap = _best_swap(swapped[high], swapped[low], loads[high] - loads[low], weights)
+            if swap is not None:
                 break
         else:
             break
-        i, j = found
+        i, j = swap
         moved = weights[swapped[high][i]] - weights[swapped[low][j]]
         swapped[high][i], swapped[low][j] = swapped[low][j], swapped[high][i]
         for part, change in ((high, -moved), (low, moved)):

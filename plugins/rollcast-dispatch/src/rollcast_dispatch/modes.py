@@ -73,9 +73,9 @@ class DpComputeProtoWithFunc(DpComputeProto):
 
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         if not args or not callable(args[0]):
-            given = f"a {type(args[0]).__name__}" if args else "no positional argument"
+            problem = f"a {type(args[0]).__name__}" if args else "no positional argument"
             raise DispatchError(
-                f"{self.name}: the first positional argument must be the function that every rank runs, got {given}; "
+                f"{self.name}: the first positional argument must be the function that every rank runs, got {problem}; "
                 "without a function use Dispatch.DP_COMPUTE_PROTO"
             )
         function, *rest = args

@@ -167,21 +167,21 @@ def split_call(
         if not is_batch(value) or not rows:
             return [value] * shards
         padded = value.pad_to_divisor(shards)[0] if added else value
-        found: Sequence[Any] = padded.chunk(shards)
-        return found
+        chunks: Sequence[Any] = padded.chunk(shards)
+        return chunks
 
     calls = make_calls(shards, [split(value) for value in args], {key: split(value) for key, value in kwargs.items()})
     return calls, Padding(rows, added)
 
 
-def expect_rows(calls: Calls, answering: Sequence[int], taken: int | Sequence[int]) -> Expected:
+def expect_rows(calls: Calls, answering: Sequence[int], per_rank: int | Sequence[int]) -> Expected:
     """Return the layout of the joined result if each rank returns one row per input row."""
     rows = []
     for rank in answering:
         call = calls.per_rank[rank]
-        given = (*call.args, *call.kwargs.values()) if call is not None else ()
-        rows.append(next((len(value) for value in given if is_batch(value)), 0))
-    return Expected(tuple(answering), tuple(rows), taken)
+        values = (*call.args, *call.kwargs.values()) if call is not None else ()
+        rows.append(next((len(value) for value in values if is_batch(value)), 0))
+    return Expected(tuple(answering), tuple(rows), per_rank)
 
 
 def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
@@ -228,8 +228,8 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
     kind = find_batch_type(outputs[0])
     if kind is not None and all(isinstance(output, kind.kind) for output in outputs):
         _check_padded(mode, outputs, padding, kind.length)
-        found = kind.concat(outputs)
-        return kind.take(found, range(padding.rows)) if padding.added else found
+        merged = kind.concat(outputs)
+        return kind.take(merged, range(padding.rows)) if padding.added else merged
     raise wrong_kinds(mode, outputs)
 
 

@@ -123,8 +123,8 @@ class TokenBalanced(DispatchMode):
     def _plan(self, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
         keys = self._length_keys(args, kwargs)
         columns = [self._column(key, "length_key", args, kwargs) for key in keys]
-        each = [row_lengths(column, self._label(), key) for key, column in zip(keys, columns, strict=True)]
-        lengths = [sum(row) for row in zip(*each, strict=True)]
+        lengths_by_column = [row_lengths(column, self._label(), key) for key, column in zip(keys, columns, strict=True)]
+        lengths = [sum(row) for row in zip(*lengths_by_column, strict=True)]
         groups = None
         if self.group_key is not None:
             groups = _group(self._column(self.group_key, "group_key", args, kwargs), self._label(), self.group_key)
@@ -194,8 +194,8 @@ def row_lengths(column: Any, mode: str, key: str) -> list[int]:
             f"{mode}: column {key!r} (length_key) tells no lengths: it must be a mask [rows, tokens], a jagged "
             f"column or integers [rows], and is {what}"
         )
-    found: list[int] = lengths.tolist()
-    return found
+    sizes: list[int] = lengths.tolist()
+    return sizes
 
 
 def _group(column: Any, mode: str, key: str) -> list[list[int]]:

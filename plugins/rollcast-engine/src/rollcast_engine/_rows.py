@@ -62,11 +62,11 @@ class MicroBatch:
             output: float32, ``[N]`` for a jagged batch, ``[B, T]`` for a padded one; on the device of ``values``, so
                 that nothing waits for them.
         """
-        kept = values.detach().to(torch.float32).where(self.response_mask > 0, 0.0)
+        values_of_responses = values.detach().to(torch.float32).where(self.response_mask > 0, 0.0)
         if self.tokens is None or self.targets is None:
-            output[self.rows.to(output.device), : values.size(1)] = kept.to(output.device)
+            output[self.rows.to(output.device), : values.size(1)] = values_of_responses.to(output.device)
         else:
-            output[self.targets.to(output.device)] = kept.flatten()[self.tokens].to(output.device)
+            output[self.targets.to(output.device)] = values_of_responses.flatten()[self.tokens].to(output.device)
 
 
 class Rows(ABC):
@@ -180,7 +180,7 @@ class RaggedRows(Rows):
         )
         if not torch.equal(self._mask.offsets, self._responses.offsets):
             raise ColumnError("the rows of response_mask are not as long as those of responses")
-        self._others = {name: each for name, each in jagged.items() if name not in ("prompts", "responses")}
+        self._others = {name: column for name, column in jagged.items() if name not in ("prompts", "responses")}
         prompt, response = self._prompts.lengths, self._responses.lengths
         count = len(prompt)
         self.prompt_width = max(int(prompt.max()), 1) if count else 1
@@ -190,8 +190,8 @@ class RaggedRows(Rows):
         self.tokens = prompt + response
 
     def counts(self) -> tuple[float, float]:
-        kept = self._mask.with_values(self._mask.values.bool()).sums()
-        return float(kept.sum()), float((kept > 0).sum())
+        row_counts = self._mask.with_values(self._mask.values.bool()).sums()
+        return float(row_counts.sum()), float((row_counts > 0).sum())
 
     def cut(self, rows: Tensor) -> MicroBatch:
         width = self.prompt_width - int(self.starts[rows].min())
@@ -209,8 +209,8 @@ class RaggedRows(Rows):
         responses = padded(self._responses, response_width).long()
         # Columns with the offsets of the responses reuse their pick.
         columns = {
-            name: padded(each, response_width if _same_rows(each, self._responses) else None)
-            for name, each in self._others.items()
+            name: padded(column, response_width if _same_rows(column, self._responses) else None)
+            for name, column in self._others.items()
         }
         mask = columns.pop("response_mask").long()
         places = torch.arange(width + response_width)
@@ -221,7 +221,7 @@ class RaggedRows(Rows):
             "position_ids": (places - (width - prompt.unsqueeze(1))).clamp(min=0) * attention,
         }
         dense = {name: column[rows] for name, column in self._dense.items()}
-        taken = picks[id(self._responses.offsets), False]
+        positions = picks[id(self._responses.offsets), False]
         return MicroBatch(
             rows=rows,
             model_inputs=inputs,
@@ -229,8 +229,8 @@ class RaggedRows(Rows):
             response_mask=mask,
             columns={**inputs, "prompts": prompts, "responses": responses, **dense, **columns},
             trained=trained_positions(mask),
-            tokens=taken.places,
-            targets=taken.positions,
+            tokens=positions.places,
+            targets=positions.positions,
         )
 
     def empty_outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -273,6 +273,6 @@ class _Pick:
 
     def pad(self, values: Tensor) -> Tensor:
         rows, width = self.shape
-        taken = values[self.positions]
-        padded = taken.new_zeros((rows * width, *values.shape[1:]))
-        return padded.index_copy_(0, self.places, taken).view(rows, width, *values.shape[1:])
+        picked = values[self.positions]
+        padded = picked.new_zeros((rows * width, *values.shape[1:]))
+        return padded.index_copy_(0, self.places, picked).view(rows, width, *values.shape[1:])

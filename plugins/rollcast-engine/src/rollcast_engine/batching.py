@@ -220,13 +220,13 @@ def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         length = lengths[row]
-        found = next((number for number, free in enumerate(room) if free >= length), None)
-        if found is None:
+        target = next((number for number, free in enumerate(room) if free >= length), None)
+        if target is None:
             parts.append([row])
             room.append(budget - length)
         else:
-            parts[found].append(row)
-            room[found] -= length
+            parts[target].append(row)
+            room[target] -= length
     return parts
 
 

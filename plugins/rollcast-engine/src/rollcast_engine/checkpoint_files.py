@@ -160,8 +160,8 @@ def _read_sums(path: Path, file: Path) -> dict[str, list[int]]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is incomplete: {file} cannot be read: {error}") from error
     if not isinstance(sums, dict) or not all(
-        isinstance(each, list) and len(each) == 2 and all(type(number) is int for number in each)
-        for each in sums.values()
+        isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+        for entry in sums.values()
     ):
         raise CheckpointError(f"{file} does not contain a size and a checksum for each shard")
     return sums
@@ -206,8 +206,8 @@ def require_values(path: Path, summary: Mapping[str, Any], kinds: Mapping[str, t
     """
     for key, kind in kinds.items():
         if type(summary.get(key)) is not kind:
-            found = f"it has {summary[key]!r:.60}" if key in summary else "it is missing"
-            raise CheckpointError(f"{path / _SUMMARY}: {key} has to be a {kind.__name__}; {found}")
+            problem = f"it has {summary[key]!r:.60}" if key in summary else "it is missing"
+            raise CheckpointError(f"{path / _SUMMARY}: {key} has to be a {kind.__name__}; {problem}")
     if summary.get("world_size", 1) < 1:
         raise CheckpointError(f"{path / _SUMMARY}: world_size is {summary['world_size']}")
 

@@ -107,7 +107,9 @@ def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype
 
 
 def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    layout = {name: (tuple(each.shape), each.dtype) for name, each in checkpoint_parameters(skeleton).items()}
+    layout = {
+        name: (tuple(parameter.shape), parameter.dtype) for name, parameter in checkpoint_parameters(skeleton).items()
+    }
     kinds = find_stacked(transformer(skeleton)) or ()
     writer = SafetensorsWriter(path, layout, shard_bytes)
     try:
@@ -122,12 +124,12 @@ def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str,
 
 def _write_converted(path: Path, skeleton: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
     state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
-    expected = {name: tuple(each.shape) for name, each in parameters_by_name(skeleton).items()}
-    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    different = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters_by_name(skeleton).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    different = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if different:
         name = different[0]
-        raise ValueError(f"tensor {name} has shape {given.get(name)}; the model's has {expected.get(name)}")
+        raise ValueError(f"tensor {name} has shape {shapes.get(name)}; the model's has {expected.get(name)}")
     skeleton.save_pretrained(path, state_dict=state)
 
 

@@ -44,7 +44,7 @@ class TorchCheck(BaseHealthCheck):
         yield self._gloo()
 
     def _devices(self, torch: Any, wanted: str) -> Finding:
-        present = [str(each) for each in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+        present = [str(path) for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
         device = current_device()
         if device is not CPU:
             module = device.torch_module()
@@ -55,12 +55,12 @@ class TorchCheck(BaseHealthCheck):
             return warning("devices", f"CUDA_VISIBLE_DEVICES is empty and hides {', '.join(present)}", mend)
         if present:
             reason = "torch is built without CUDA" if not torch.version.cuda else "the driver does not fit the build"
-            found = f"{', '.join(present)} cannot be used: {reason}"
-            return problem("devices", found, f"compare with nvidia-smi, then {_REINSTALL}")
+            message = f"{', '.join(present)} cannot be used: {reason}"
+            return problem("devices", message, f"compare with nvidia-smi, then {_REINSTALL}")
         if wanted not in ("auto", CPU.name):
-            found = f"placement.device={wanted}, and torch sees no such device"
+            message = f"placement.device={wanted}, and torch sees no such device"
             return problem(
-                "devices", found, f"placement.device=auto or cpu; or run on a machine with a device {wanted}"
+                "devices", message, f"placement.device=auto or cpu; or run on a machine with a device {wanted}"
             )
         return ok("devices", "no accelerator; workers run on the CPU")
 
@@ -115,8 +115,8 @@ def _judge(
 ) -> Finding | None:
     asked = f"torch{needs.specifier}"
     if not needs.specifier.contains(torch_version, prereleases=True):
-        found = f"version {distribution.version} is built for {asked}; torch {torch_version} is installed"
-        return problem(name, found, f"pip install --upgrade {name}, or pip install '{asked}'")
+        message = f"version {distribution.version} is built for {asked}; torch {torch_version} is installed"
+        return problem(name, message, f"pip install --upgrade {name}, or pip install '{asked}'")
     fault = next(filter(None, map(_load, _libraries(distribution))), None)
     if fault is None:
         return None
@@ -129,11 +129,11 @@ def _need_of_torch(distribution: importlib.metadata.Distribution) -> Requirement
         if not re.match(r"torch(?![\w.-])", line):
             continue
         try:
-            found = Requirement(line)
+            requirement = Requirement(line)
         except InvalidRequirement:
             continue  # another tool's concern: it was installed all the same
-        if found.marker is None or found.marker.evaluate({"extra": ""}):
-            return found
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            return requirement
     return None
 
 
@@ -196,15 +196,15 @@ class ModelCheck(BaseHealthCheck):
         """Return the GGUF file that a run would convert."""
         if not path.is_dir():
             return path if path.is_file() and path.suffix.lower() == ".gguf" else None
-        name = find_gguf((each.name for each in path.iterdir()), str(path), "model.path")
+        name = find_gguf((file.name for file in path.iterdir()), str(path), "model.path")
         return None if name is None else path / name
 
     def _gguf(self, file: Path) -> Finding:
         missing = missing_packages()
-        found = f"{file.name}, {file.stat().st_size / 2**30:.2f} GiB, is converted to a Hugging Face folder"
+        message = f"{file.name}, {file.stat().st_size / 2**30:.2f} GiB, is converted to a Hugging Face folder"
         if missing:
-            return problem("gguf", f"{found}, which needs {' and '.join(missing)}", GGUF_INSTALLATION)
-        return ok("gguf", found)
+            return problem("gguf", f"{message}, which needs {' and '.join(missing)}", GGUF_INSTALLATION)
+        return ok("gguf", message)
 
     def _weights(self, folder: Path, random_init: bool) -> Finding:
         from rollcast_engine.hf import WEIGHT_PATTERNS
@@ -218,8 +218,8 @@ class ModelCheck(BaseHealthCheck):
                 return problem("weights", f"{index} cannot be read: {error!r}", "download the file again")
             missing |= {name for name in listed if not (folder / name).is_file()}
         if missing:
-            found = f"{folder} lacks {len(missing)} of its weight files, such as {min(missing)}"
-            return problem("weights", found, "download the missing files again")
+            message = f"{folder} lacks {len(missing)} of its weight files, such as {min(missing)}"
+            return problem("weights", message, "download the missing files again")
         size = sum(file.stat().st_size for file in files)
         if not files and not random_init:
             return problem("weights", f"{folder} has no weights", "download them, or model.random_init=true")

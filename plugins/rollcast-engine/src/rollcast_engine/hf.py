@@ -107,13 +107,13 @@ def load_hf_config(model: ModelConfig) -> Any:
 
 def parameters_by_name(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by state-dict name; tied tensors appear once, under their first name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def transformer(module: nn.Module) -> Any:

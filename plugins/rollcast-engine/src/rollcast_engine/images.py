@@ -32,8 +32,8 @@ def read_images(data: DataProto) -> list[tuple[bytes, ...]]:
     """
     if MULTI_MODAL_DATA not in data:
         return []
-    found = [images_of(row) for row in data[MULTI_MODAL_DATA]]
-    return found if any(found) else []
+    images = [images_of(row) for row in data[MULTI_MODAL_DATA]]
+    return images if any(images) else []
 
 
 class MicroImages:
@@ -68,25 +68,25 @@ class MicroImages:
             return self._with_blank(micro, ids) if self._fills else plain
         pixels, grids = self._inputs.pixels(image for row in images for image in row)
         positions = self._inputs.positions(ids, mask, images)
-        given = {
+        inputs = {
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
             "pixel_values": pixels,
             "image_grid_thw": grids,
         }
-        return replace(micro, model_inputs=given)
+        return replace(micro, model_inputs=inputs)
 
     def _with_blank(self, micro: MicroBatch, ids: torch.Tensor) -> MicroBatch:
         row = torch.full((1, ids.size(1)), self._inputs.neutral_id)
         row[0, 0] = self._inputs.image_token_id
         pixels, grids = self._inputs.blank()
         mask, positions = micro.model_inputs["attention_mask"], micro.model_inputs["position_ids"]
-        given = {
+        inputs = {
             "input_ids": torch.cat([ids, row]),
             "attention_mask": torch.cat([mask, torch.ones_like(row)]),
             "position_ids": torch.cat([positions, torch.arange(ids.size(1)).unsqueeze(0)]),
             "pixel_values": pixels,
             "image_grid_thw": grids,
         }
-        return replace(micro, model_inputs=given)
+        return replace(micro, model_inputs=inputs)

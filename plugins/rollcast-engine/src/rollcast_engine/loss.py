@@ -34,7 +34,7 @@ def quantity_names(settings: ForwardSettings, is_value_model: bool) -> list[str]
 
 
 def loss_share(
-    given: Mapping[str, Tensor],
+    quantities: Mapping[str, Tensor],
     micro: MicroBatch,
     denominators: Denominators,
     loss_function: LossFunction,
@@ -53,24 +53,24 @@ def loss_share(
         sums: accumulator of the metrics.
     """
     if micro.is_dummy:
-        return zero_loss(given)
+        return zero_loss(quantities)
     inputs = LossInputs(
-        log_probs=given.get("log_probs"),
-        entropy=given.get("entropy"),
-        values=given.get("values"),
+        log_probs=quantities.get("log_probs"),
+        entropy=quantities.get("entropy"),
+        values=quantities.get("values"),
         response_mask=micro.response_mask,
         columns=micro.columns,
         denominators=denominators,
-        vocabulary_kl=given.get("vocabulary_kl"),
+        vocabulary_kl=quantities.get("vocabulary_kl"),
     )
     output = loss_function(inputs)
     sums.add(output.metrics, output.maxima)
     loss = output.loss
     if torch.is_grad_enabled() and not loss.requires_grad:
-        loss = loss + zero_loss(given)
+        loss = loss + zero_loss(quantities)
     return loss
 
 
-def zero_loss(given: Mapping[str, Tensor]) -> Tensor:
+def zero_loss(quantities: Mapping[str, Tensor]) -> Tensor:
     """Return zero with a zero gradient for everything that the quantities depend on."""
-    return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0
+    return torch.stack([quantity.sum() for quantity in quantities.values()]).sum() * 0.0

@@ -41,9 +41,9 @@ class _PlainUnpickler(pickle.Unpickler):
         if (module, name) in _NAMES or is_dtype:
             return super().find_class(module, name)
         if module == _MODULE and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == _MODULE:
-                return found
+            cls = super().find_class(module, name)
+            if isinstance(cls, type) and cls.__module__ == _MODULE:
+                return cls
         raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index")
 
 

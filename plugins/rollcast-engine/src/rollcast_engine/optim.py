@@ -88,8 +88,8 @@ def build_optimizer(parameters: Iterable[Parameter], optim: OptimConfig) -> Opti
     try:
         return optimizers.get(optim.optimizer)(trained, optim, learning_rate(optim, 0))
     except (TypeError, ValueError) as error:
-        given = f"with optim.optimizer_kwargs={dict(optim.optimizer_kwargs)}"
-        raise ConfigError(f"optim.optimizer={optim.optimizer} cannot be built {given}: {error}") from error
+        options = f"with optim.optimizer_kwargs={dict(optim.optimizer_kwargs)}"
+        raise ConfigError(f"optim.optimizer={optim.optimizer} cannot be built {options}: {error}") from error
 
 
 def adamw(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:

@@ -70,6 +70,6 @@ def agree(problem: str, what: str, ranks: int, group: dist.ProcessGroup | None =
     if ranks > 1:
         problems = [None] * ranks
         dist.all_gather_object(problems, problem, group=group)
-    first = next((found for found in problems if found), None)
+    first = next((text for text in problems if text), None)
     if first:
         raise CheckpointError(f"{what}: {first}" if what else first)

@@ -195,13 +195,13 @@ class RouterLoad:
             return {}
         violation = chosen / chosen.mean(1, keepdim=True) - 1.0
         mean = sums / sums.sum(1, keepdim=True)
-        found = {
+        routes = {
             "max_violation": violation.amax(1),
             "mean_violation": violation.abs().mean(1),
             "entropy": -(mean * mean.clamp(min=1e-30).log()).sum(1),
             "aux_loss": (balance / shares.clamp(min=1e-30)).squeeze(1),
         }
-        return {f"{prefix}router/{name}": float(values.mean()) for name, values in found.items()}
+        return {f"{prefix}router/{name}": float(values.mean()) for name, values in routes.items()}
 
 
 @dataclass
@@ -436,10 +436,10 @@ def check_replay(data: DataProto, tape: RouterTape | None) -> None:
         raise CapabilityError(
             f"the batch has the column {ROUTED_EXPERTS}, but the model has no routers whose choices can be replayed"
         )
-    found = tuple(data[ROUTED_EXPERTS].shape[2:])
-    if found != (tape.layers, tape.rule.top_k):
+    shape = tuple(data[ROUTED_EXPERTS].shape[2:])
+    if shape != (tape.layers, tape.rule.top_k):
         raise CapabilityError(
-            f"the column {ROUTED_EXPERTS} is for {found} layers and experts of a token, but the model has "
+            f"the column {ROUTED_EXPERTS} is for {shape} layers and experts of a token, but the model has "
             f"{(tape.layers, tape.rule.top_k)}"
         )
 

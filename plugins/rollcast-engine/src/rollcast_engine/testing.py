@@ -81,7 +81,7 @@ class OptimizerSuite:
         # Engines pass module.parameters(), which can be read once.
         optimizer, optim = self.build(factory, iter(parameters))
         require(isinstance(optimizer, Optimizer), f"returns a torch Optimizer, not a {type(optimizer).__name__}")
-        held = [id(each) for group in optimizer.param_groups for each in group["params"]]
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         require(sorted(held) == sorted(map(id, parameters)), "the groups hold every given parameter exactly once")
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         is_given = all(math.isclose(rate, optim.lr, rel_tol=1e-6) for rate in rates)
@@ -103,9 +103,9 @@ class OptimizerSuite:
         for step in range(5):
             for one, group in ((optimizer, mine), (reference, theirs)):
                 _step(one, group, step)
-            for given, expected in zip(mine, theirs, strict=True):
+            for value, expected in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(
-                    given,
+                    value,
                     expected,
                     rtol=self.rtol,
                     atol=self.atol,
@@ -115,11 +115,11 @@ class OptimizerSuite:
     def test_it_descends(self, factory: OptimizerFactory) -> None:
         parameters = self.parameters()
         optimizer, _ = self.build(factory, parameters, weight_decay=0.0)
-        goals = [torch.full_like(each, 0.5) for each in parameters]
+        goals = [torch.full_like(parameter, 0.5) for parameter in parameters]
 
         def distance() -> Tensor:
             return torch.stack(
-                [(each - goal).square().sum() for each, goal in zip(parameters, goals, strict=True)]
+                [(parameter - goal).square().sum() for parameter, goal in zip(parameters, goals, strict=True)]
             ).sum()
 
         first = float(distance().detach())
@@ -141,7 +141,10 @@ class OptimizerSuite:
             before = _copies(parameters)
             _step(optimizer, parameters, 0)
             moved.append(
-                sum(float((each.detach() - old).abs().sum()) for each, old in zip(parameters, before, strict=True))
+                sum(
+                    float((parameter.detach() - old).abs().sum())
+                    for parameter, old in zip(parameters, before, strict=True)
+                )
             )
         require(moved[0] == 0.0, "with the rate 0 a step moves nothing")
         require(0.0 < moved[2] < moved[1], f"half the rate moves less: {moved[2]:.4g} and {moved[1]:.4g}")
@@ -205,12 +208,12 @@ class OptimizerSuite:
         optimizer, _ = self.build(factory, parameters)
         for step in range(3):
             _step(optimizer, parameters, step)
-        resumed = [Parameter(each.detach().clone()) for each in parameters]
+        resumed = [Parameter(parameter.detach().clone()) for parameter in parameters]
         other, _ = self.build(factory, resumed)
         prime_optimizer(other)
         layouts = [
-            [{name: value.shape for name, value in each.state[p].items()} for p in group]
-            for each, group in ((optimizer, parameters), (other, resumed))
+            [{name: value.shape for name, value in current.state[p].items()} for p in group]
+            for current, group in ((optimizer, parameters), (other, resumed))
         ]
         require(
             layouts[0] == layouts[1],
@@ -225,10 +228,10 @@ class OptimizerSuite:
     def test_a_gradient_of_zeros_is_finite(self, factory: OptimizerFactory) -> None:
         parameters = self.parameters()
         optimizer, _ = self.build(factory, parameters)
-        for each in parameters:
-            each.grad = torch.zeros_like(each)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        finite = all(math.isfinite(float(each.detach().sum())) for each in parameters)
+        finite = all(math.isfinite(float(weight.detach().sum())) for weight in parameters)
         require(finite, "parameters are finite after a step with a gradient of zeros")
 
     def test_an_unknown_option_is_refused(self, factory: OptimizerFactory) -> None:
@@ -239,14 +242,16 @@ class OptimizerSuite:
 def _step(optimizer: Optimizer, parameters: Sequence[Parameter], step: int) -> None:
     """Take a step with gradients that depend on the number of the step."""
     optimizer.zero_grad(set_to_none=True)
-    for each in parameters:
-        each.grad = torch.cos(torch.arange(each.numel()) * 0.7 + each.numel() + step).view(each.shape)
+    for parameter in parameters:
+        parameter.grad = torch.cos(torch.arange(parameter.numel()) * 0.7 + parameter.numel() + step).view(
+            parameter.shape
+        )
     optimizer.step()
 
 
 def _copies(parameters: Iterable[Parameter]) -> list[Tensor]:
-    return [each.detach().clone() for each in parameters]
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def _equal(parameters: Sequence[Parameter], copies: Sequence[Tensor]) -> bool:
-    return all(torch.equal(each.detach(), other) for each, other in zip(parameters, copies, strict=True))
+    return all(torch.equal(parameter.detach(), other) for parameter, other in zip(parameters, copies, strict=True))

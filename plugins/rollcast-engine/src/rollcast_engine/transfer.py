@@ -160,22 +160,22 @@ def _part(buffer: Tensor, place: int, like: Tensor) -> Tensor:
     return part.view(like.dtype).view(like.shape) if like.numel() else part.new_empty(like.shape, dtype=like.dtype)
 
 
-def _collect(value: Any, found: dict[int, Tensor]) -> None:
+def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.setdefault(id(value), value)
+        tensors.setdefault(id(value), value)
     elif isinstance(value, dict):
-        for each in value.values():
-            _collect(each, found)
+        for item in value.values():
+            _collect(item, tensors)
     elif is_dataclass(value):
         for field in fields(value):
-            _collect(getattr(value, field.name), found)
+            _collect(getattr(value, field.name), tensors)
 
 
 def _rebuild(value: Any, moved: dict[int, Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return moved[id(value)]
     if isinstance(value, dict):
-        return {name: _rebuild(each, moved) for name, each in value.items()}
+        return {name: _rebuild(item, moved) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _rebuild(getattr(value, field.name), moved) for field in fields(value)})
     return value

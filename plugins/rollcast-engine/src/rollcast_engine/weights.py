@@ -195,11 +195,11 @@ def _find_files(folder: Path, files: Iterable[str] | None, index: Mapping[str, s
         if missing:
             raise ConfigError(f"{folder} lacks the weights file {', '.join(missing)}")
         return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    shard_files = sorted(folder.glob("*.safetensors"))
+    if not shard_files:
         raise ConfigError(f"{folder} contains no *.safetensors")
     single = folder / "model.safetensors"
-    return [single] if single in found else found
+    return [single] if single in shard_files else shard_files
 
 
 def describe_differences(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:

@@ -107,7 +107,7 @@ def _table(metrics: Mapping[str, float]) -> Any:
     """Return a table with a row per source and a column per measure, each with its 95 % interval."""
     from rich.table import Table
 
-    found: dict[str, dict[str, str]] = {}
+    cells_by_source: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():
         match = _METRIC.fullmatch(key)
         if match is None:
@@ -115,9 +115,9 @@ def _table(metrics: Mapping[str, float]) -> Any:
         stem = key.removesuffix("/mean")
         title = _TITLES[match["kind"]].format(k=match["k"])
         cell = f"{value:.3f} ({metrics[f'{stem}/low']:.3f} to {metrics[f'{stem}/high']:.3f})"
-        found.setdefault(match["source"] or "all", {})[title] = cell
-    titles = list(dict.fromkeys(title for cells in found.values() for title in cells))
+        cells_by_source.setdefault(match["source"] or "all", {})[title] = cell
+    titles = list(dict.fromkeys(title for cells in cells_by_source.values() for title in cells))
     table = Table("data source", *titles)
-    for source, cells in found.items():
+    for source, cells in cells_by_source.items():
         table.add_row(source, *(cells.get(title, "") for title in titles))
     return table

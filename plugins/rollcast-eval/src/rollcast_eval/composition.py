@@ -29,18 +29,18 @@ def compose_samples(overrides: Sequence[str] = (), config_dir: Path | None = Non
     Raises:
         RollcastError: see :func:`rollcast.compose`.
     """
-    if not any(_key(each) in _RUNS for each in overrides):
+    if not any(_key(override) in _RUNS for override in overrides):
         return compose(["trainer=sample", *overrides], config_dir)
     from omegaconf import OmegaConf
 
-    own = [each for each in overrides if _key(each).partition(".")[0] == "sample"]
-    run = compose([each for each in overrides if each not in own], config_dir)
+    own = [override for override in overrides if _key(override).partition(".")[0] == "sample"]
+    run = compose([override for override in overrides if override not in own], config_dir)
     # The model of the run is set below.
     sample = compose(["trainer=sample", "model.path=unused", *own], config_dir)
-    tree, given = sample.plain(), run.plain()
-    kept = {key: OmegaConf.select(sample.config, key) for key in _OWN}
-    config: Any = OmegaConf.create(tree | {name: given[name] for name in tree if name in given})
-    for key, value in kept.items():
+    tree, run_tree = sample.plain(), run.plain()
+    sample_only = {key: OmegaConf.select(sample.config, key) for key in _OWN}
+    config: Any = OmegaConf.create(tree | {name: run_tree[name] for name in tree if name in run_tree})
+    for key, value in sample_only.items():
         OmegaConf.update(config, key, value)
     OmegaConf.set_readonly(config, True)
     return replace(sample, config=config, origins={**sample.origins, **run.origins})

@@ -185,14 +185,14 @@ class SampleJob:
         answers = self._answer(replicas, rows, indices, torch.tensor(seeds), sampling)
         batch = answers.batch
         if self.scorer is not None:
-            found = self.scorer.score(batch).as_rows()
+            scored = self.scorer.score(batch).as_rows()
         else:
             final = batch.select_idxs(batch["is_final"].nonzero().flatten()) if "is_final" in batch else batch
-            found = self._plain(final)
+            scored = self._plain(final)
         if answers.save is not None:
-            answers.save([row.get("score") if self.scorer is not None else None for row in found])
+            answers.save([row.get("score") if self.scorer is not None else None for row in scored])
         numbers = [{"index": index, "sample": sample} for index in indices for sample in range(self.samples)]
-        return [{**number, **row, **note} for number, row, note in zip(numbers, found, answers.notes, strict=True)]
+        return [{**number, **row, **note} for number, row, note in zip(numbers, scored, answers.notes, strict=True)]
 
     def _answer(
         self,

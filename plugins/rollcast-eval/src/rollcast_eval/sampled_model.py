@@ -81,11 +81,11 @@ class SampledModel:
         """
         runtime_class = runtimes.get(self._config.runtime.name, requested_by="runtime.name")
         settings = self.section("runtime", runtime_class.config_schema)
-        processes = sum(each.world_size for each in self.pools.resource_pool_dict.values())
+        processes = sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
         stop_token_ids = read_stop_token_ids(self.model.path, self._tokenizer)
         model = ServedModel.of(self.model.path, self._tokenizer, stop_token_ids, self.model.trust_remote_code)
         roles = {ROLLOUT: self.role.worker(model, seed, self.placement.device), **(workers or {})}
-        copied = {role: each.with_options(copies=self._copies.planned) for role, each in roles.items()}
+        copied = {role: worker.with_options(copies=self._copies.planned) for role, worker in roles.items()}
         runtime: Runtime = runtime_class.from_config(settings, processes=processes)
         try:
             groups = start_groups(self.pools, copied, runtime=runtime)

@@ -91,12 +91,12 @@ class EngineState:
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state by parameter; empty before it has state."""
         states = {} if self.optimizer is None else self.optimizer.state
-        found = {
+        optimizer_states = {
             name: {key: value for key, value in states[tensor].items() if isinstance(value, torch.Tensor)}
             for name, tensor in self.tensors.items()
             if tensor in states
         }
-        return {name: moments for name, moments in found.items() if moments}
+        return {name: moments for name, moments in optimizer_states.items() if moments}
 
     def entries(self) -> list[str]:
         """Return the names of the tensors that the optimizer keeps for a parameter."""

@@ -308,8 +308,10 @@ class FsdpEngine(TorchEngine):
                 if engine.sharding is not None:
                     engine.sharding.reshard()
             own, others = (dict(engine.module.named_parameters()) for engine in (self, source))
-            shapes, found = ({name: local_part(each).shape for name, each in part.items()} for part in (own, others))
-            if shapes != found:
+            shapes, other_shapes = (
+                {name: local_part(parameter).shape for name, parameter in part.items()} for part in (own, others)
+            )
+            if shapes != other_shapes:
                 raise CapabilityError("weights can be mixed with those of an engine with the same shards only")
             for name, weight in own.items():
                 local_part(weight).mul_(1.0 - share).add_(local_part(others[name]), alpha=share)

@@ -117,7 +117,7 @@ class _LinearStats(torch.autograd.Function):
         for chunk in options.chunks(len(hidden)):
             logits = _logits(hidden[chunk], weight, bias, options.temperature)
             slope = _slope(
-                logits, tokens[chunk], [each[chunk] for each in stats], [g[chunk] for g in gradients], options
+                logits, tokens[chunk], [stat[chunk] for stat in stats], [g[chunk] for g in gradients], options
             )
             slope = slope.to(weight.dtype)
             if to_hidden is not None:
@@ -135,8 +135,8 @@ def _slope(logits: Tensor, tokens: Tensor, stats: list[Tensor], gradients: list[
 
     With p the probability of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p - Σp²).
     """
-    shift, log_total, mean, squares = (each.unsqueeze(1) for each in stats)
-    of_log_probs, of_entropy, of_squares = (each.unsqueeze(1) for each in gradients)
+    shift, log_total, mean, squares = (stat.unsqueeze(1) for stat in stats)
+    of_log_probs, of_entropy, of_squares = (gradient.unsqueeze(1) for gradient in gradients)
     logits.sub_(shift)
     probs = (logits - log_total).exp_()
     if options.entropy:

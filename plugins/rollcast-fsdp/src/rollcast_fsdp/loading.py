@@ -76,7 +76,7 @@ def fill_module(module: nn.Module, read: Read, device: torch.device, home: torch
 def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor:
     region = local_region(tensor)
     # Always a copy: a read tensor may share memory with a mapped file.
-    local = torch.empty([each.stop - each.start for each in region], dtype=tensor.dtype, device=device)
+    local = torch.empty([axis.stop - axis.start for axis in region], dtype=tensor.dtype, device=device)
     # Also if this rank holds nothing of it: reading may be a collective.
     local.copy_(read(name, region))
     value: Tensor = local
@@ -94,11 +94,11 @@ def names_by_tensor(module: nn.Module) -> dict[str, list[str]]:
     Names are those of a checkpoint.
     """
     firsts: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     tensors = _checkpoint_tensors(module)
     for name, tensor in tensors.items():
-        found.setdefault(firsts.setdefault(id(tensor), name), []).append(name)
-    return found
+        names.setdefault(firsts.setdefault(id(tensor), name), []).append(name)
+    return names
 
 
 def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str] = ()) -> dict[str, str]:
@@ -117,11 +117,11 @@ def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str]
     missing: list[str] = []
     for first, names in names_by_tensor(module).items():
         candidates = [*names, *(name.removeprefix(prefix) for name in names)]
-        found = next((name for name in candidates if name in folder), None)
-        if first in optional and (found is None or folder.shapes[found] != tuple(tensors[first].shape)):
+        file = next((name for name in candidates if name in folder), None)
+        if first in optional and (file is None or folder.shapes[file] != tuple(tensors[first].shape)):
             continue
-        if found is not None:
-            matched.update(dict.fromkeys(names, found))
+        if file is not None:
+            matched.update(dict.fromkeys(names, file))
         else:
             missing.append(first)
     wrong = [name for name, theirs in matched.items() if folder.shapes[theirs] != tuple(tensors[name].shape)]
@@ -152,7 +152,7 @@ def read_stacked(parts: Mapping[str, tuple[int, slice]], region: Sequence[slice]
         read: function that reads a region of a matrix.
     """
     experts, rows, columns = region
-    result = torch.empty([each.stop - each.start for each in region], dtype=like.dtype)
+    result = torch.empty([axis.stop - axis.start for axis in region], dtype=like.dtype)
     for name, (expert, own) in parts.items():
         start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
         if experts.start <= expert < experts.stop and start < stop:

@@ -85,8 +85,8 @@ def response_states(module: nn.Module, model_inputs: dict[str, Tensor], response
 
     Only those go through the vocabulary head if the model supports that.
     """
-    kept = keep_logits(module, response_length)
-    logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **kept).logits
+    arguments = keep_logits(module, response_length)
+    logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **arguments).logits
     return logits
 
 
@@ -96,11 +96,11 @@ def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response
     return values[:, -response_length:, 0].float()
 
 
-def keep_logits(module: nn.Module, kept: int | Tensor) -> dict[str, int | Tensor]:
+def keep_logits(module: nn.Module, places: int | Tensor) -> dict[str, int | Tensor]:
     """Return the keyword argument that limits logits to the last ``kept`` positions or to the positions ``kept``;
     empty if the model does not support it.
     """
-    return {"logits_to_keep": kept} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
+    return {"logits_to_keep": places} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
 
 
 def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:

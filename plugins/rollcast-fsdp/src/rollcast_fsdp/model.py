@@ -109,7 +109,7 @@ class ModelPlan:
     def _read_named(self, name: str, region: Sequence[slice]) -> Tensor:
         theirs = (self.names or {}).get(name)
         if theirs is None or not isinstance(self.source, WeightFolder):
-            return torch.zeros([each.stop - each.start for each in region])  # a value head starts at zero
+            return torch.zeros([axis.stop - axis.start for axis in region])  # a value head starts at zero
         return self.source.read(theirs, region)
 
 

@@ -56,22 +56,22 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     inputs = micro.model_inputs
     present = inputs["attention_mask"] > 0
     nth = present.cumsum(1)
-    kept = present & (nth < nth[:, -1:])
-    lengths = [length for length in kept.sum(1).tolist() if length]
+    predicted = present & (nth < nth[:, -1:])
+    lengths = [length for length in predicted.sum(1).tolist() if length]
     count = sum(lengths)
     ranks = 1 if group is None else dist.get_world_size(group)
     # Every rank needs at least one token; padding tokens form a row of their own.
     filler = max(-count % ranks, ranks - count if count < ranks else 0)
     if filler:
         lengths.append(filler)
-    ids = torch.nn.functional.pad(inputs["input_ids"][kept], (0, filler))
-    row_numbers = torch.nn.functional.pad(kept.nonzero()[:, 0], (0, filler))
-    token_numbers = torch.nn.functional.pad(nth[kept] - 1, (0, filler), value=-1)
-    positions = torch.cat([inputs["position_ids"][kept], torch.arange(filler)])
+    ids = torch.nn.functional.pad(inputs["input_ids"][predicted], (0, filler))
+    row_numbers = torch.nn.functional.pad(predicted.nonzero()[:, 0], (0, filler))
+    token_numbers = torch.nn.functional.pad(nth[predicted] - 1, (0, filler), value=-1)
+    positions = torch.cat([inputs["position_ids"][predicted], torch.arange(filler)])
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     width = micro.responses.size(1)
     # Position in the pack of the token before each trained token.
-    before = (kept.flatten().cumsum(0) - 1).view_as(kept)[:, -width - 1 : -1].flatten()[micro.trained]
+    before = (predicted.flatten().cumsum(0) - 1).view_as(predicted)[:, -width - 1 : -1].flatten()[micro.trained]
     size = len(ids) // ranks
     start = 0 if group is None else dist.get_rank(group) * size
     mine = (before >= start) & (before < start + size)

@@ -94,16 +94,16 @@ class Passes:
                     self._sharding.set_gradient_sync(index == agreed.micro_batches - 1)
                 offload = ActivationOffload(self._copies) if self._offloads and training else nullcontext()
                 with offload, self._routing(inputs, agreed, scale if training else None):
-                    given = self.forward.quantities(inputs, settings, reference, penalty)
+                    quantities = self.forward.quantities(inputs, settings, reference, penalty)
                 if self.tape is not None and record is not None:
                     self.tape.record(micro, record)
                 if loss_function is not None:
-                    loss = loss_share(given, micro, agreed.denominators, loss_function, sums)
+                    loss = loss_share(quantities, micro, agreed.denominators, loss_function, sums)
                     if training:
                         torch.autograd.backward(loss * scale)
                 for name, output in outputs.items():
                     if not micro.is_dummy:
-                        micro.scatter(given[name], output)
+                        micro.scatter(quantities[name], output)
             finished = True
         finally:
             self._after(training, finished)
@@ -122,8 +122,8 @@ class Passes:
             # FSDP2 hides gradients that are accumulated but not reduced, so reduce them to make them droppable.
             with torch.enable_grad():
                 dummy = move(self.forward.prepare(dummy_micro_batch()), self._device)
-                given = self.forward.quantities(dummy, ForwardSettings(), None, None)
-                torch.autograd.backward(zero_loss(given))
+                quantities = self.forward.quantities(dummy, ForwardSettings(), None, None)
+                torch.autograd.backward(zero_loss(quantities))
             self._has_unreduced_gradients = False
 
     def _after(self, training: bool, finished: bool) -> None:

@@ -30,7 +30,7 @@ def find_routers(module: nn.Module) -> list[Any]:
 
     These are modules as in Qwen3-MoE and DeepSeek-V3 of transformers 5, which return logits, weights and experts.
     """
-    return [each for each in module.modules() if all(hasattr(each, name) for name in _ATTRIBUTES)]
+    return [layer for layer in module.modules() if all(hasattr(layer, name) for name in _ATTRIBUTES)]
 
 
 def attach_tape(module: nn.Module, config: FsdpConfig, group: Any) -> RouterTape | None:

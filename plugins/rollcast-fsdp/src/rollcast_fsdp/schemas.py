@@ -13,9 +13,9 @@ __all__ = ["FsdpConfig"]
 Dtype = Literal["fp32", "bf16"]
 
 
-def _shares_no_prompts(given: Mapping[str, Any]) -> bool:
+def _shares_no_prompts(values: Mapping[str, Any]) -> bool:
     """Return False if the section sets `share_prompts`, which needs padded rows and the KV cache."""
-    return not given.get("share_prompts")
+    return not values.get("share_prompts")
 
 
 @config

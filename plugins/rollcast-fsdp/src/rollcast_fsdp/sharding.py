@@ -201,7 +201,7 @@ def _travels_with(tensor: Tensor, first: DTensor) -> bool:
     if not isinstance(tensor, DTensor) or tensor.device_mesh != first.device_mesh or tensor.dtype != first.dtype:
         return False
     *copies, rows = tensor.placements
-    return rows == Shard(0) and all(isinstance(each, Replicate) for each in copies)
+    return rows == Shard(0) and all(isinstance(copy, Replicate) for copy in copies)
 
 
 def _gather(named: list[tuple[str, DTensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -134,11 +134,11 @@ class TokenForward:
         if self.is_value_model:
             return {"values": self._values(inputs)}
         scored = self.score(inputs, settings.temperature)
-        given = _statistics(scored, settings)
+        outputs = _statistics(scored, settings)
         if reference is not None and penalty is not None:
             other = reference(inputs, settings.temperature)
-            given["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
-        return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
+            outputs["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
+        return {name: self._place(values, scored.targets, micro) for name, values in outputs.items()}
 
     def score(self, inputs: ForwardInputs, temperature: float) -> Scored:
         """Run one forward of a language model."""
@@ -152,8 +152,10 @@ class TokenForward:
             return Scored(micro.responses.flatten(), None, logits[: len(micro.responses)].flatten(0, 1))
         with self._head.held_back():
             states = self._head.states(response_states(self.module, micro.model_inputs, length))
-        kept = states[: len(micro.responses), -length:].flatten(0, 1)[micro.trained]
-        return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head, self._chunk_size)
+        hidden = states[: len(micro.responses), -length:].flatten(0, 1)[micro.trained]
+        return Scored(
+            micro.responses.flatten()[micro.trained], micro.trained, None, hidden, self._head, self._chunk_size
+        )
 
     def _score_pack(self, pack: Pack, temperature: float) -> Scored:
         inputs: dict[str, Any] = {
@@ -168,9 +170,9 @@ class TokenForward:
                 states = self._head.states(self.module(**inputs).logits)
             kept_states = states[0, pack.places]
             return Scored(pack.tokens, pack.targets, None, kept_states, self._head, self._chunk_size)
-        kept = keep_logits(self.module, pack.places)
-        logits: Tensor = self.module(**inputs, **kept).logits[0]
-        logits = (logits if kept else logits[pack.places]).float()
+        arguments = keep_logits(self.module, pack.places)
+        logits: Tensor = self.module(**inputs, **arguments).logits[0]
+        logits = (logits if arguments else logits[pack.places]).float()
         return Scored(pack.tokens, pack.targets, logits if temperature == 1.0 else logits / temperature)
 
     def _rows(self, pack: Pack) -> PackedRows:
@@ -212,19 +214,19 @@ def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
             settings.calculate_sum_pi_squared,
             scored.chunk_size,
         )
-        given = {"log_probs": stats.log_probs}
+        quantities = {"log_probs": stats.log_probs}
         if settings.calculate_entropy:
-            given["entropy"] = stats.entropy
+            quantities["entropy"] = stats.entropy
         if settings.calculate_sum_pi_squared:
-            given["sum_pi_squared"] = stats.sum_pi_squared
-        return given
+            quantities["sum_pi_squared"] = stats.sum_pi_squared
+        return quantities
     logits = _required(scored.logits)
-    given = {"log_probs": token_log_probs(logits, scored.tokens)}
+    quantities = {"log_probs": token_log_probs(logits, scored.tokens)}
     if settings.calculate_entropy:
-        given["entropy"] = token_entropy(logits)
+        quantities["entropy"] = token_entropy(logits)
     if settings.calculate_sum_pi_squared:
-        given["sum_pi_squared"] = sum_pi_squared(logits)
-    return given
+        quantities["sum_pi_squared"] = sum_pi_squared(logits)
+    return quantities
 
 
 def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenalty) -> Tensor:
@@ -236,8 +238,8 @@ def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenal
 
     def compare(ours: Tensor, theirs: Tensor) -> Tensor:
         both = (
-            torch.nn.functional.linear(each, layer.weight, layer.bias).float() / temperature
-            for each, layer in ((ours, head), (theirs, other_head))
+            torch.nn.functional.linear(names, layer.weight, layer.bias).float() / temperature
+            for names, layer in ((ours, head), (theirs, other_head))
         )
         return _penalty(penalty, *both)
 

@@ -143,13 +143,13 @@ def find_kernel(
     reasons: list[str] = []
     finders = [_REQUIRED[required]] if required else [_flash_attention_3, _flash_attention_2, _torch_varlen]
     for finder in finders:
-        found = finder(device)
-        if isinstance(found, str):
-            reasons.append(found)
-        elif lacked := found.lacks(needs):
-            reasons.append(f"{found.name} has no {lacked}, which the model uses")
+        kernel = finder(device)
+        if isinstance(kernel, str):
+            reasons.append(kernel)
+        elif lacked := kernel.lacks(needs):
+            reasons.append(f"{kernel.name} has no {lacked}, which the model uses")
         else:
-            return found, tuple(reasons)
+            return kernel, tuple(reasons)
     if required:
         raise _refusal(attention, "; ".join(reasons))
     return None, tuple(reasons)

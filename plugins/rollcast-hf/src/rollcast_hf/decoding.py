@@ -109,7 +109,7 @@ class Decoding:
         self._step = 0
         self._versions = array("q")
         #: Stop-string matchers by row; rows without stop strings have none.
-        self._matchers = {i: found for i, row in enumerate(rows) if (found := row.matcher()) is not None}
+        self._matchers = {i: matcher for i, row in enumerate(rows) if (matcher := row.matcher()) is not None}
         self._stopped = torch.zeros(count, dtype=torch.bool, device=device)
         self._all_stops = _pad_stops(rows, device)
         self._tokens = torch.zeros(limit, count, dtype=torch.int64, device=device)
@@ -156,8 +156,8 @@ class Decoding:
     def _match(self, tokens: Tensor) -> None:
         """End the rows whose new token completes a stop string."""
         new = zip(self._active.tolist(), tokens.tolist(), strict=True)
-        found = [row in self._matchers and self._matchers[row].add(token) for row, token in new]
-        ended = torch.tensor(found, dtype=torch.bool, device=self._device)
+        stopped = [row in self._matchers and self._matchers[row].add(token) for row, token in new]
+        ended = torch.tensor(stopped, dtype=torch.bool, device=self._device)
         # Rows that finished earlier must not be marked; a row that reaches its length limit with this token counts as
         # stopped.
         self._stopped[self._active[ended & (self._ends.eq(self._step) | self._done.logical_not())]] = True
@@ -180,7 +180,7 @@ class Decoding:
         log_probs_by_row = log_probs.to("cpu", torch.float32).contiguous().numpy()
         ends = self._all_ends.tolist()
         routes = [None] * len(ends) if self._routing is None else self._routing.results(ends)
-        found = zip(ends, self._find_reasons(), broken, routes, strict=True)
+        finished = zip(ends, self._find_reasons(), broken, routes, strict=True)
         return [
             DecodedRow(
                 array("i", tokens_by_row[row, :end].tobytes()),
@@ -190,7 +190,7 @@ class Decoding:
                 None if place < 0 else place,
                 routed,
             )
-            for row, (end, reason, place, routed) in enumerate(found)
+            for row, (end, reason, place, routed) in enumerate(finished)
         ]
 
     def _find_reasons(self) -> list[Reason]:
@@ -228,8 +228,8 @@ class Decoding:
         positions = images.positions(self._next_ids.cpu(), mask, self._seen)
         self._shifts = (positions.amax((0, 2)) + 1 - mask.sum(-1)).to(self._device)
         pixels, grids = images.pixels(image for row in self._seen for image in row)
-        given = {"pixel_values": pixels.to(self._device), "image_grid_thw": grids.to(self._device)}
-        return self._call(module, positions.to(self._device), given)
+        inputs = {"pixel_values": pixels.to(self._device), "image_grid_thw": grids.to(self._device)}
+        return self._call(module, positions.to(self._device), inputs)
 
     def _forward(self, module: nn.Module) -> Tensor:
         """Return logits ``[b, V]`` after the newest token of the active rows."""

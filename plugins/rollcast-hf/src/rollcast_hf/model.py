@@ -28,8 +28,8 @@ def read_dtype(path: str) -> torch.dtype:
         dtype = transformers.PretrainedConfig.from_pretrained(path).dtype
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model config could be read from {path}: {error}") from error
-    found: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return found or torch.float32
+    torch_dtype: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return torch_dtype or torch.float32
 
 
 def build_model(path: str, trust_remote_code: bool = False) -> nn.Module:

@@ -270,7 +270,7 @@ class HfRollout(BaseRollout):
 
     def _abort(self, jobs: Sequence[Job]) -> None:
         chosen = set(jobs)
-        for job in [each for each in self._queue if each in chosen]:
+        for job in [candidate for candidate in self._queue if candidate in chosen]:
             self._queue.remove(job)
             job.answer_empty()
         rows: list[int] = []

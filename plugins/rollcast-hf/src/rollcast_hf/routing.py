@@ -45,7 +45,7 @@ class RoutingRecorder:
             CapabilityError: the module has none as in Qwen3-MoE of transformers 5.
         """
         if not self._routers:  # found once, not for every token
-            self._routers = [each for each in module.modules() if all(hasattr(each, name) for name in _ATTRIBUTES)]
+            self._routers = [layer for layer in module.modules() if all(hasattr(layer, name) for name in _ATTRIBUTES)]
         if not self._routers:
             raise CapabilityError(
                 "rollout.enable_rollout_routing_replay is true, but the model has no routers whose choices can be "
@@ -80,9 +80,9 @@ class RoutingRecorder:
             raise RuntimeError("no pass was recorded")
         prefill = self._prefill.cpu()
         steps = torch.stack(self._steps or [torch.full_like(self._prefill[:, 0], -1)]).cpu()
-        found = []
+        routes = []
         for row, (length, end) in enumerate(zip(self._lengths, ends, strict=True)):
             read = steps[: max(end - 1, 0), row]
             last = steps.new_full((end - len(read), *read.shape[1:]), -1)
-            found.append(torch.cat([prefill[row, prefill.size(1) - length :], read, last]).numpy())
-        return found
+            routes.append(torch.cat([prefill[row, prefill.size(1) - length :], read, last]).numpy())
+        return routes

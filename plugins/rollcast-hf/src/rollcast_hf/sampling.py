@@ -130,18 +130,18 @@ class _LogitShift:
         self._bias: Tensor | None = None
         self._penalties: Tensor | None = None
         self._seen = torch.zeros(0, dtype=torch.bool)
-        if any(each.logit_bias for each in params):
+        if any(param.logit_bias for param in params):
             bias = torch.zeros(len(params), vocab_size)
-            for row, each in enumerate(params):
-                for token, value in each.logit_bias:
+            for row, options in enumerate(params):
+                for token, value in options.logit_bias:
                     bias[row, token] = value
             self._bias = bias.to(device)
-        if any(each.repetition_penalty != 1 for each in params):
+        if any(param.repetition_penalty != 1 for param in params):
             seen = torch.zeros(len(params), vocab_size, dtype=torch.bool)
             for row, prompt in enumerate(prompts or ()):
                 seen[row, torch.frombuffer(prompt, dtype=torch.int32).long()] = True
             self._seen = seen.to(device)
-            self._penalties = torch.tensor([each.repetition_penalty for each in params], device=device)[:, None]
+            self._penalties = torch.tensor([param.repetition_penalty for param in params], device=device)[:, None]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits ``[B, V]`` with bias and penalty applied."""
@@ -189,10 +189,10 @@ class TokenSampler:
         index: dict[Recipe, int] = {}
         known: dict[int, int] = {}
         codes = []
-        for each in params:  # rows of one request share one object, so comparing ids is enough
-            code = known.get(id(each))
+        for param in params:  # rows of one request share one object, so comparing ids is enough
+            code = known.get(id(param))
             if code is None:
-                code = known[id(each)] = index.setdefault(Recipe.of(each, vocab_size), len(index))
+                code = known[id(param)] = index.setdefault(Recipe.of(param, vocab_size), len(index))
             codes.append(code)
         self._recipes = tuple(index)
         self._codes = torch.tensor(codes, device=streams.device)

@@ -18,7 +18,7 @@ __all__ = ["count_weights", "load_buckets"]
 def count_weights(module: nn.Module) -> tuple[int, int]:
     """Return the number of distinct parameters, and their bytes."""
     parameters = list(module.parameters())
-    return len(parameters), sum(each.numel() * each.element_size() for each in parameters)
+    return len(parameters), sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:

@@ -118,8 +118,8 @@ def _stage_error(layers: int, config: MegatronConfig) -> EngineKeyError:
             "(num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)",
         )
     key = "num_layers_in_first_pipeline_stage" if first is not None else "num_layers_in_last_pipeline_stage"
-    between = stages - sum(each is not None for each in (first, last))
-    left = layers - sum(each for each in (first, last) if each is not None)
+    between = stages - sum(stage_layers is not None for stage_layers in (first, last))
+    left = layers - sum(stage_layers for stage_layers in (first, last) if stage_layers is not None)
     return EngineKeyError(
         key,
         f"is {first if first is not None else last}: with num_layers_in_first_pipeline_stage={first} and "

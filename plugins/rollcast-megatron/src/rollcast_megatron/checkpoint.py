@@ -116,8 +116,8 @@ class EngineState:
         if self.adapter is None:
             return {name: [list(shape), dtype] for name, shape in self.shapes.items()}
         heads = {name: shape for name, shape in self.shapes.items() if name in VALUE_HEAD}
-        found = {name: [list(shape), dtype] for name, shape in heads.items()}
-        return found | {name: [list(shape), "float32"] for name, shape in self.adapter.shapes.items()}
+        layout = {name: [list(shape), dtype] for name, shape in heads.items()}
+        return layout | {name: [list(shape), "float32"] for name, shape in self.adapter.shapes.items()}
 
     def described_adapter(self) -> dict[str, Any] | None:
         """Return PEFT's config of the adapter and the base model that belongs to it, as JSON values."""
@@ -305,7 +305,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
             wanted |= _beside(model[name], name, {key: torch.zeros(parameter.shape, dtype=torch.float32)})
     try:
         with _quiet():
-            found: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / SHARDS))
+            loaded: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / SHARDS))
     except _READ_ERRORS as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
     except Exception as error:
@@ -314,7 +314,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
         if isinstance(error, CheckpointingException):
             raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
         raise
-    return found
+    return loaded
 
 
 def _beside(entry: Any, name: str, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -349,7 +349,7 @@ def _adapter_differences(summary: dict[str, Any], state: EngineState) -> list[st
         whole, part = "the whole model", "a LoRA adapter"
         there, here = (part, whole) if ours is None else (whole, part)
         return [f"it contains {there}, but the engine trains {here} (model.lora_rank)"]
-    bases = {each["base"] for each in (theirs, ours) if each is not None} - {None}
+    bases = {adapter["base"] for adapter in (theirs, ours) if adapter is not None} - {None}
     return ["its adapter was trained on other base weights than those in model.path"] if len(bases) > 1 else []
 
 

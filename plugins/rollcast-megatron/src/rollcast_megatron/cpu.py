@@ -136,7 +136,7 @@ def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=group)
-        return torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
+        return torch.cat([whole[:size] for whole, size in zip(parts, sizes, strict=True)])
 
     return call
 

@@ -183,12 +183,12 @@ def _with_experts(dense: ModelMap, config: Any, rule: RoutingRule, layers: Seque
 
 def _expert(prefix: str) -> list[Weight]:
     """Return the parameters of a gated expert, one module each or one grouped product for all."""
-    each, grouped = "mlp.experts.local_experts.{expert}.", "mlp.experts."
+    local, grouped = "mlp.experts.local_experts.{expert}.", "mlp.experts."
     gate_and_up = f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"
     return [
-        Weight((f"{each}linear_fc1.weight", f"{grouped}linear_fc1.weight{{expert}}"), gate_and_up, FusedRows()),
+        Weight((f"{local}linear_fc1.weight", f"{grouped}linear_fc1.weight{{expert}}"), gate_and_up, FusedRows()),
         Weight(
-            (f"{each}linear_fc2.weight", f"{grouped}linear_fc2.weight{{expert}}"),
+            (f"{local}linear_fc2.weight", f"{grouped}linear_fc2.weight{{expert}}"),
             (f"{prefix}down_proj.weight",),
             _COLUMNS,
         ),
@@ -202,10 +202,10 @@ def refuse(config: Any, **expected: Any) -> None:
         ConfigError: a field has another value; the message names the field and both values.
     """
     for name, value in expected.items():
-        given = getattr(config, name, value)
-        if given != value:
+        actual = getattr(config, name, value)
+        if actual != value:
             raise ConfigError(
-                f"the model's config.json has {name}={given!r}; the map of {config.model_type!r} for the megatron "
+                f"the model's config.json has {name}={actual!r}; the map of {config.model_type!r} for the megatron "
                 f"engine supports only {value!r}; use engine=fsdp"
             )
 
@@ -277,8 +277,8 @@ def _layer(qkv: FusedQkv, qkv_bias: bool, qk_norm: bool) -> list[Weight]:
 
 def _rope(config: Any) -> dict[str, Any]:
     """Return the rotary parameters: ``rope_parameters`` in transformers 5, ``rope_theta`` and ``rope_scaling`` in 4."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope = dict(given)
+    rope_options = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = dict(rope_options)
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))

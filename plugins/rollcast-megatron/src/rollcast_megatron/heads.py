@@ -74,14 +74,14 @@ class LanguageHead:
             chunk=self.chunk,
         )
         log_probs, entropy, squares = head_quantities(chosen, weight, positions.targets, vocabulary)
-        given = {"log_probs": log_probs}
+        quantities = {"log_probs": log_probs}
         if settings.calculate_entropy:
-            given["entropy"] = entropy
+            quantities["entropy"] = entropy
         if settings.calculate_sum_pi_squared:
-            given["sum_pi_squared"] = squares
+            quantities["sum_pi_squared"] = squares
         if settings.vocabulary_kl is not None:
-            given["vocabulary_kl"] = self._vocabulary_kl(settings.vocabulary_kl, chosen, weight)
-        return positions.spread(given)
+            quantities["vocabulary_kl"] = self._vocabulary_kl(settings.vocabulary_kl, chosen, weight)
+        return positions.spread(quantities)
 
     def _vocabulary_kl(self, name: str, chosen: Tensor, weight: Tensor) -> Tensor:
         if self.reference is None:

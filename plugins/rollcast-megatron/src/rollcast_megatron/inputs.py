@@ -86,7 +86,7 @@ class Positions:
         the gradient of its own positions.
         """
         where = (self.rows, self.columns)
-        table = torch.stack([each.new_zeros(self.shape).index_put(where, each) for each in values.values()])
+        table = torch.stack([value.new_zeros(self.shape).index_put(where, value) for value in values.values()])
         if self.group is not None:
             table = reduce_from_tensor_model_parallel_region(table, group=self.group)
         return dict(zip(values, table.unbind(), strict=True))

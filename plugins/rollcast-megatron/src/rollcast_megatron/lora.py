@@ -75,9 +75,9 @@ class AdapterPlan:
         """Return the whole matrices by name, on every rank; all ranks must call."""
         own = {placed.names[0] for placed in self.own_weights()}
         parameters = {name: value for name, value in stage.named_parameters() if name in own}
-        found = gather(self.plan, parameters, self.shapes, weights=self.weights())
+        gathered = gather(self.plan, parameters, self.shapes, weights=self.weights())
         # Matrices that this rank holds whole are its parameters, which later steps change.
-        return {name: tensor.clone() for name, tensor in found}
+        return {name: tensor.clone() for name, tensor in gathered}
 
     def gather_weights(self, stage: Stage) -> AdapterWeights:
         """Return the whole adapter by PEFT's names, on every rank; all ranks must call."""
@@ -103,7 +103,7 @@ def plan_adapter(plan: Plan, model: ModelConfig, seed: int) -> AdapterPlan:
     """
     skeleton = build_skeleton(model, "value_model" if plan.is_value_model else "language_model", torch.float32)
     adapter = attach_adapter(skeleton, model, seed)
-    shapes = {name: each.shape for name, each in skeleton.named_parameters() if adapter.owns(name)}
+    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters() if adapter.owns(name)}
     left = set(adapter.pairs)
     layers = []
     for placed in plan.weights():
@@ -308,10 +308,10 @@ class _Hook:
         return next(pair for pair in self._pairs if pair is not None)
 
 
-def _normalized(module: Any, given: Tensor) -> Tensor:
+def _normalized(module: Any, hidden: Tensor) -> Tensor:
     """Return the input of a layer's matrix: Transformer Engine's fused layers normalize it themselves."""
     weight = getattr(module, "layer_norm_weight", None)
-    return given if weight is None else nn.functional.rms_norm(given, (given.size(-1),), weight, module.eps)
+    return hidden if weight is None else nn.functional.rms_norm(hidden, (hidden.size(-1),), weight, module.eps)
 
 
 def _key(name: str) -> str:

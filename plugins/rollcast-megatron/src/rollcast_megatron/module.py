@@ -177,7 +177,10 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec | Tra
     first = get_transformer_layer_offset(config, chunk)
     layers = range(first, first + get_num_layers_to_build(config, chunk))
     frequencies = config.moe_layer_freq if config.num_moe_experts is not None else []
-    kinds = {has_experts: build(config, has_experts) for has_experts in {bool(each) for each in frequencies} | {False}}
+    kinds = {
+        has_experts: build(config, has_experts)
+        for has_experts in {bool(frequency) for frequency in frequencies} | {False}
+    }
     specs = [kinds[bool(frequencies and frequencies[number])] for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 

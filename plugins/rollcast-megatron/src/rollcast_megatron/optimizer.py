@@ -64,8 +64,8 @@ class StageOptimizer:
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
         """The wrapped torch optimizers."""
-        found = (part.optimizer for part in self.whole.chained_optimizers)
-        return [optimizer for optimizer in found if optimizer is not None]
+        optimizers = (part.optimizer for part in self.whole.chained_optimizers)
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
     def _prime(self) -> None:
         """Create AdamW's state now, as zeros: checkpoints then have the same entries before and after the first

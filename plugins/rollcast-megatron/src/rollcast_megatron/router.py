@@ -110,5 +110,5 @@ def stage_tokens(
     places = places.where((rows >= 0) & (places < present[rows]), -1)
     if is_sequence_parallel:
         size, rank = len(rows) // mesh.tensor_size, mesh.tensor_rank
-        rows, places = (each[rank * size : (rank + 1) * size] for each in (rows, places))
+        rows, places = (column[rank * size : (rank + 1) * size] for column in (rows, places))
     return routed_tokens(micro, rows.clamp(min=0).reshape(-1), places.reshape(-1), sequences)

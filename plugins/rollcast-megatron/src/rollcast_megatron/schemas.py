@@ -14,14 +14,14 @@ _EXCHANGE = "an exchange between data-parallel ranks takes no extra time if it r
 _MEMORY = "activations of long rows exceed a device's memory"
 
 
-def _sets_no_recompute(given: Mapping[str, Any]) -> bool:
+def _sets_no_recompute(values: Mapping[str, Any]) -> bool:
     """Return True if the section sets none of the keys of recomputation, which only fit each other together."""
-    return not any(key.startswith("recompute_") for key in given)
+    return not any(key.startswith("recompute_") for key in values)
 
 
-def _distributes(given: Mapping[str, Any]) -> bool:
+def _distributes(values: Mapping[str, Any]) -> bool:
     """Return True if the section leaves on what `overlap_param_gather` needs."""
-    return all(given.get(key, True) for key in ("use_distributed_optimizer", "overlap_grad_reduce"))
+    return all(values.get(key, True) for key in ("use_distributed_optimizer", "overlap_grad_reduce"))
 
 
 @config
@@ -135,7 +135,7 @@ class MegatronConfig:
         """Return the number of layers of each stage of a model; None if the layers cannot be divided."""
         stages = self.pipeline_model_parallel_size
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        fixed = [each for each in (first, last) if each is not None]
+        fixed = [count for count in (first, last) if count is not None]
         between, left = stages - len(fixed), layers - sum(fixed)
         if left < between or (left if between == 0 else left % between):
             return None

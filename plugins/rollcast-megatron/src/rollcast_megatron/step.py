@@ -115,14 +115,14 @@ def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_onl
     outputs = work.plan.source.empty_outputs(names)
     theirs = _reference_states(work)
 
-    def finish(_: int, micro: MicroBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+    def finish(_: int, micro: MicroBatch, quantities: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
         for name, target in outputs.items():
             if not micro.is_dummy:
-                micro.scatter(given[name], target)
+                micro.scatter(quantities[name], target)
         nothing = torch.zeros((), dtype=torch.int)
         if work.loss_function is None:
             return nothing, nothing, None
-        return loss_share(given, micro, work.denominators, work.loss_function, work.sums), nothing, None
+        return loss_share(quantities, micro, work.denominators, work.loss_function, work.sums), nothing, None
 
     def head(index: int, inputs: DecoderInputs) -> Head:
         if work.model_plan.is_value_model:
@@ -152,8 +152,8 @@ def _reference_states(work: Pass) -> dict[int, Tensor]:
     if work.reference is None:
         return states
 
-    def finish(index: int, _: MicroBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-        states[index] = given["hidden"].cpu()
+    def finish(index: int, _: MicroBatch, quantities: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        states[index] = quantities["hidden"].cpu()
         nothing = torch.zeros((), dtype=torch.int)
         return nothing, nothing, None
 
@@ -184,8 +184,8 @@ def _run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_attr_wrapped_model
 
-    def forward(given: Iterator[tuple[int, MicroBatch, DecoderInputs]], model: Any) -> tuple[Any, Any]:
-        index, micro, inputs = next(given)
+    def forward(micro_batches: Iterator[tuple[int, MicroBatch, DecoderInputs]], model: Any) -> tuple[Any, Any]:
+        index, micro, inputs = next(micro_batches)
         has_head = get_attr_wrapped_model(model, "post_process")
         with _routing(tape, work, micro, inputs):
             output = model(

@@ -56,32 +56,32 @@ class _HeadQuantities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Any:
         words = weight[: vocabulary.words]
-        results, kept = [], None
+        results, chunk = [], None
         for start in range(0, hidden.size(0), vocabulary.chunk):
             part = slice(start, start + vocabulary.chunk)
             logits = _logits(hidden[part], words, vocabulary.scale)
             results.append(_reduce(logits, targets[part], vocabulary))
             if hidden.size(0) <= vocabulary.chunk and any(ctx.needs_input_grad):
-                kept = logits
+                chunk = logits
         table = torch.cat(results, 1) if results else hidden.new_zeros((4, 0), dtype=torch.float32)
         log_norm, log_probs, entropy, squares = table
         ctx.vocabulary = vocabulary
-        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, squares, kept)
+        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, squares, chunk)
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden, weight, targets, log_norm, entropy, squares, kept = ctx.saved_tensors
+        hidden, weight, targets, log_norm, entropy, squares, chunk = ctx.saved_tensors
         vocabulary: VocabularySlice = ctx.vocabulary
         words = weight[: vocabulary.words]
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.size(0), vocabulary.chunk):
             part = slice(start, start + vocabulary.chunk)
-            logits = _logits(hidden[part], words, vocabulary.scale) if kept is None else kept
+            logits = _logits(hidden[part], words, vocabulary.scale) if chunk is None else chunk
             sums = torch.stack([log_norm[part], entropy[part], squares[part]])
-            given = torch.stack([gradient[part] for gradient in gradients])
-            grad = _logits_gradient(logits, targets[part], sums, given, vocabulary).to(weight.dtype)
+            stacked = torch.stack([gradient[part] for gradient in gradients])
+            grad = _logits_gradient(logits, targets[part], sums, stacked, vocabulary).to(weight.dtype)
             hidden_grad[part] = grad @ words
             if weight_grad is not None:
                 weight_grad[: vocabulary.words].addmm_(grad.T, hidden[part])
@@ -118,11 +118,11 @@ def _reduce(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Ten
 
 
 def _logits_gradient(
-    logits: Tensor, targets: Tensor, sums: Tensor, given: Tensor, vocabulary: VocabularySlice
+    logits: Tensor, targets: Tensor, sums: Tensor, gradient: Tensor, vocabulary: VocabularySlice
 ) -> Tensor:
     """Return the gradient of this rank's unscaled logits, float32 ``[n, v]``."""
     log_norm, entropy, squares = sums.unsqueeze(-1)
-    of_log_prob, of_entropy, of_squares = given.unsqueeze(-1)
+    of_log_prob, of_entropy, of_squares = gradient.unsqueeze(-1)
     log_p = logits - log_norm
     p = log_p.exp()
     # d log p_y = [v = y] - p;  d H = -p (log p + H);  d sum p^2 = 2 p (p - sum p^2)

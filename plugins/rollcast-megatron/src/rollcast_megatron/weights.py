@@ -172,7 +172,7 @@ def _join(
         elif name:
             yield torch.cat(next(gathered), dim).narrow(dim, 0, shapes[name][dim]).contiguous()
         else:
-            yield from (each.contiguous() for each in placed.weight.layout.unfuse(torch.cat(next(gathered)), 1))
+            yield from (tensor.contiguous() for tensor in placed.weight.layout.unfuse(torch.cat(next(gathered)), 1))
 
 
 class _Rooms:
@@ -199,7 +199,7 @@ class _Rooms:
         collect(whole, own, group=self._group)
         rooms = whole.view(self._ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
         for share, room in zip(shares, rooms, strict=True):
-            yield [_view(each, share.dtype, share.shape) for each in room]
+            yield [_view(buffer, share.dtype, share.shape) for buffer in room]
 
 
 def _exchange(plan: Plan, batch: list[Placed], wholes: list[Tensor]) -> Iterator[Tensor]:
@@ -254,9 +254,11 @@ def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder
     Raises:
         ConfigError: the parameter's shape differs from the folder's config.
     """
-    given = folder.shapes[name]
-    if given != tuple(shape):
-        raise ConfigError(f"{name} in {folder.folder} has shape {list(given)}, but config.json implies {list(shape)}")
+    full_shape = folder.shapes[name]
+    if full_shape != tuple(shape):
+        raise ConfigError(
+            f"{name} in {folder.folder} has shape {list(full_shape)}, but config.json implies {list(shape)}"
+        )
     dim, region = _split_dim(plan, placed), [slice(0, size) for size in shape]
     if dim is not None:
         start, size = _span(plan, shape[dim])

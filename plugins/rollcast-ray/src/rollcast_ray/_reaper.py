@@ -33,12 +33,12 @@ def main(pids: Sequence[int]) -> None:
     """Wait for the end of the owner; kill Ray's processes and their descendants."""
     owner = os.getppid()
     # An entry has the process's start time too, so that a later process with its id is not taken for it.
-    found: set[psutil.Process] = set()
+    processes: set[psutil.Process] = set()
     # The owner's end closes the standard input, unless another process has inherited it.
     while os.getppid() == owner and not select.select([0], [], [], _LOOK_S)[0]:
-        found = {process for process in found if process.is_running()}.union(*map(_family, pids))
+        processes = {process for process in processes if process.is_running()}.union(*map(_family, pids))
     time.sleep(_GRACE_S)
-    for process in found:
+    for process in processes:
         try:
             process.kill()
         except psutil.Error:

@@ -330,15 +330,15 @@ def meet_actors(actors: Sequence[Any], namespace: str | None, get: Get) -> list[
             )
     infos = get([handle.hello.remote() for handle in handles])
     places = get([handle.place.remote() for handle in handles])
-    found = sorted(zip(handles, infos, places, strict=True), key=lambda entry: int(entry[2].rank))
-    ranks, groups = [place.rank for _, _, place in found], {place.group for _, _, place in found}
-    size = found[0][2].world_size if found else 0
+    ordered = sorted(zip(handles, infos, places, strict=True), key=lambda entry: int(entry[2].rank))
+    ranks, groups = [place.rank for _, _, place in ordered], {place.group for _, _, place in ordered}
+    size = ordered[0][2].world_size if ordered else 0
     if ranks != list(range(size)) or len(groups) != 1:
         raise ResourceError(
             f"the actors are ranks {ranks} of {', '.join(sorted(groups)) or 'no group'}; give all {size} ranks of one "
             "group, each once"
         )
-    return [Host(*entry) for entry in found]
+    return [Host(*entry) for entry in ordered]
 
 
 def _find_by_name(name: str, namespace: str | None) -> Any:
@@ -413,12 +413,12 @@ def keep_record(hosts: Sequence[Host], slots: Sequence[Slot], spec: LaunchSpec, 
 
 def find_detached() -> dict[str, dict[int, str]]:
     """Return the detached groups of the cluster: group → rank → name of the actor, for living ranks."""
-    found: dict[str, dict[int, str]] = {}
+    roles: dict[str, dict[int, str]] = {}
     for entry in list_named_actors(all_namespaces=True):
         parts = _ACTOR_NAME.fullmatch(entry["name"])
         if entry["namespace"] == NAMESPACE and parts is not None:
-            found.setdefault(parts["group"], {})[int(parts["rank"])] = entry["name"]
-    return found
+            roles.setdefault(parts["group"], {})[int(parts["rank"])] = entry["name"]
+    return roles
 
 
 def detached_places() -> set[str]:

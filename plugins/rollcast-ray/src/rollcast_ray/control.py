@@ -105,7 +105,7 @@ class Interruptible:
         frame = sys._current_frames().get(self._main.ident or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
         entries = [
-            i for i, found in enumerate(frames) if found.name == "call" and found.filename.endswith("hosting.py")
+            i for i, entry in enumerate(frames) if entry.name == "call" and entry.filename.endswith("hosting.py")
         ]
         inner = frames[entries[-1] + 1 :] if entries else []
         return "".join(traceback.format_list(inner[-_FRAMES:])).rstrip()

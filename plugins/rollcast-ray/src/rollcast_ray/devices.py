@@ -79,12 +79,12 @@ def visible_devices(env: Mapping[str, str], accelerator: str = "GPU") -> list[st
 
 def _ids(value: str) -> list[str]:
     """Split a list of devices, up to the first invalid one, as drivers do."""
-    found: list[str] = []
+    ids: list[str] = []
     for part in (part.strip() for part in value.split(",")):
         if part in ("", "NoDevFiles", "none") or part.startswith("-"):
             break
-        found.append(part)
-    return found
+        ids.append(part)
+    return ids
 
 
 def local_device_index(
@@ -112,16 +112,16 @@ def local_device_index(
         return None
     if not assigned:
         return local_rank if visible is None else local_rank % len(visible)
-    given = str(assigned[0])
+    device = str(assigned[0])
     if visible is None:
-        if not given.isdigit():
-            raise ResourceError(f"Ray gave the process device {given}, and no variable says which number that is")
-        return int(given)
-    if given in visible:
-        return visible.index(given)
+        if not device.isdigit():
+            raise ResourceError(f"Ray gave the process device {device}, and no variable says which number that is")
+        return int(device)
+    if device in visible:
+        return visible.index(device)
     if ray_noset_visible_devices(env, accelerator):
         return local_rank % len(visible)  # with NOSET, the user chooses the devices
     raise ResourceError(
-        f"Ray gave the process device {given}, but its environment shows only {', '.join(visible)}; leave "
+        f"Ray gave the process device {device}, but its environment shows only {', '.join(visible)}; leave "
         f"{', '.join(_variables(accelerator))} out of env, or choose devices yourself under {_NOSET}*=1"
     )

@@ -245,7 +245,7 @@ def _find(pid: int) -> list[psutil.Process]:
 
 
 def _descendants(started: Mapping[str, subprocess.Popen[bytes]]) -> set[psutil.Process]:
-    return {process for each in started.values() for process in _find(each.pid)}
+    return {process for parent in started.values() for process in _find(parent.pid)}
 
 
 def _describe_end(code: int) -> str:

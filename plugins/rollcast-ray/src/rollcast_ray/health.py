@@ -61,17 +61,17 @@ class RayCheck(BaseHealthCheck):
         from rollcast_ray.machine import default_object_store
 
         size, shared = default_object_store(), Path("/dev/shm")  # noqa: S108  # where Ray keeps its objects
-        found = f"an embedded Ray's object store would have {size / _GIB:.1f} GiB"
+        message = f"an embedded Ray's object store would have {size / _GIB:.1f} GiB"
         if shared.is_dir() and asked is not None:
             room = os.statvfs(shared)
             free = room.f_bavail * room.f_frsize
             if asked > free:
-                found = f"runtime.object_store_memory={asked} is more than the {free} bytes that {shared} has free"
-                return problem("object store", f"{found}; Ray falls back to a slow disk", f"lower it below {free}")
+                message = f"runtime.object_store_memory={asked} is more than the {free} bytes that {shared} has free"
+                return problem("object store", f"{message}; Ray falls back to a slow disk", f"lower it below {free}")
         if size < _STORE_MINIMUM:
             mend = "more shared memory (container: --shm-size=16g), or delete what is left in /dev/shm"
-            return problem("object store", f"{found}; Ray needs {_STORE_MINIMUM} bytes", mend)
-        return ok("object store", found)
+            return problem("object store", f"{message}; Ray needs {_STORE_MINIMUM} bytes", mend)
+        return ok("object store", message)
 
     def _cluster(self, ray: Any, address: str) -> Iterator[Finding]:
         from rollcast_ray.machine import require_reachable

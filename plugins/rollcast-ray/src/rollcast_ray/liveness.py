@@ -88,8 +88,8 @@ class LivenessWatch:
         """Return the dead hosts: index → cause of death."""
         if not self._lost:
             return {}
-        found = {index: self._lost.get(actor_id(host)) for index, host in enumerate(hosts)}
-        return {index: how for index, how in found.items() if how is not None}
+        losses = {index: self._lost.get(actor_id(host)) for index, host in enumerate(hosts)}
+        return {index: how for index, how in losses.items() if how is not None}
 
     def stop(self) -> None:
         """Stop watching."""

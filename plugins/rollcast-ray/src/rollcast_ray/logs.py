@@ -49,8 +49,8 @@ def read_worker_log(info: HostInfo) -> list[str]:
     reading = ray.remote(_read_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     ref = reading.remote(where.worker_id, info.pid)
     try:
-        found: list[str] = ray.get(ref, timeout=_READ_S)
-        return found
+        lines: list[str] = ray.get(ref, timeout=_READ_S)
+        return lines
     except ray.exceptions.RayError as error:  # includes GetTimeoutError
         ray.cancel(ref)
         logger.warning("the output of process %d on node %s cannot be read: %s", info.pid, info.node, error)

@@ -49,7 +49,7 @@ def require_same_cluster(address: str, running: str) -> None:
     if "://" in address or address in ("auto", "local"):
         return
     (host, port), (its_host, its_port) = (
-        each.rsplit(":", 1) if ":" in each else (each, "") for each in (address, running)
+        text.rsplit(":", 1) if ":" in text else (text, "") for text in (address, running)
     )
     if port == its_port and _addresses(host) & _addresses(its_host):
         return
@@ -64,11 +64,11 @@ def _addresses(host: str) -> set[str]:
     names = [host.strip("[]")]
     if names[0] in ("localhost", "127.0.0.1", "::1"):
         names += ["127.0.0.1", ray.util.get_node_ip_address()]
-    found = set(names)
+    free = set(names)
     for name in names:
         with suppress(OSError):
-            found |= {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
-    return found
+            free |= {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    return free
 
 
 def default_object_store() -> int:

@@ -302,20 +302,20 @@ class Placements:
 
     def _resolve(self, base: ResourcePool, detached: bool) -> RayResourcePool:
         if id(base) in self._placed:
-            found = self._placed[id(base)][1]
+            placed = self._placed[id(base)][1]
         elif isinstance(base, RayResourcePool):
-            found = base
-            if not found.is_placed:
-                self._placed[id(base)] = (base, found)  # placed here, so released here
+            placed = base
+            if not placed.is_placed:
+                self._placed[id(base)] = (base, placed)  # placed here, so released here
         else:
-            found = RayResourcePool.like(base, detached or base.detached)
-            self._placed[id(base)] = (base, found)
-        if detached and not found.detached:
+            placed = RayResourcePool.like(base, detached or base.detached)
+            self._placed[id(base)] = (base, placed)
+        if detached and not placed.detached:
             raise ResourceError(
                 f"pool {base.name!r} ends with this process, and so would a detached group on it; "
                 "create the pool with detached=True"
             )
-        return found
+        return placed
 
     def replace_lost(self, pool: ResourcePool, timeout: float) -> None:
         """Replace the slots of a pool on lost nodes.
@@ -375,8 +375,8 @@ def check_room(pool: ResourcePool, slots: Sequence[Slot], held: Sequence[tuple[s
     """
     wanted = {slot.key for slot in slots}
     there = {name: wanted & {slot.key for slot in places} for name, places in held}
-    taken = Counter(key for keys in there.values() for key in keys)
-    if taken and max(taken.values()) >= pool.max_colocate_count:
+    occupied = Counter(key for keys in there.values() for key in keys)
+    if occupied and max(occupied.values()) >= pool.max_colocate_count:
         names = ", ".join(name for name, keys in there.items() if keys)
         raise ResourceError(
             f"pool {pool.name!r} is full: {names} runs there, and max_colocate_count is {pool.max_colocate_count}. "

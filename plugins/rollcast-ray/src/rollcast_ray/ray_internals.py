@@ -91,7 +91,7 @@ def forget_authentication() -> None:
 def started_processes() -> dict[str, subprocess.Popen[bytes]]:
     """Return the processes that ``ray.init`` started, by their kind; empty if Ray joined a cluster."""
     node = ray_worker._global_node
-    return {} if node is None else {kind: found[0].process for kind, found in node.all_processes.items()}
+    return {} if node is None else {kind: processes[0].process for kind, processes in node.all_processes.items()}
 
 
 def skip_shutdown_at_exit() -> None:

@@ -372,8 +372,8 @@ class RayRuntime(Runtime):
         if key not in self._senders:
             # The task's name carries role and method: unlike an argument it costs nothing, and Ray's tools show it.
             beside = {"concurrency_group": BESIDE} if (role, method) in self._beside(host) else {}
-            made = getattr(host.handle, outcome).options(name=f"{role}.{method}", **beside).remote
-            self._senders[key] = (host, made)
+            submit = getattr(host.handle, outcome).options(name=f"{role}.{method}", **beside).remote
+            self._senders[key] = (host, submit)
         return self._senders[key][1]
 
     def _beside(self, host: Host) -> frozenset[tuple[str, str]]:
@@ -442,7 +442,7 @@ class RayRuntime(Runtime):
         """Return the first failure (a dead process before exceptions, then by time), and the references that ended."""
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_SETTLE_S)
         done = set(ready)
-        found: list[tuple[float, CallFailed]] = []
+        failures: list[tuple[float, CallFailed]] = []
         for index, ref in enumerate(refs):
             if ref not in done:
                 continue
@@ -451,12 +451,12 @@ class RayRuntime(Runtime):
             except ray.exceptions.RayError as seen:
                 raised = getattr(seen, "cause", seen)
                 if isinstance(raised, WorkerRaised):
-                    found.append((raised.failure.when, CallFailed(index, raised.failure)))
+                    failures.append((raised.failure.when, CallFailed(index, raised.failure)))
                 else:
-                    found.append((0.0, self._lost(index, seen)))
-        if not found:
+                    failures.append((0.0, self._lost(index, seen)))
+        if not failures:
             return self._lost(0, error), done
-        return min(found, key=lambda entry: entry[0])[1], done
+        return min(failures, key=lambda entry: entry[0])[1], done
 
     def _lost(self, index: int, error: Exception) -> CallFailed:
         """Build the failure of a call whose worker did not report one."""
@@ -635,5 +635,5 @@ class RayWorkerGroup(WorkerGroup):
         """
         runtime = runtime or RayRuntime.shared()
         by_role = {"worker": roles} if isinstance(roles, type) else roles
-        found = runtime.attach_actors(actors, by_role, attach_timeout, namespace)
-        return cls.from_attached(found, found.hosts[0].context.group, runtime=runtime, timeout=timeout)
+        attached = runtime.attach_actors(actors, by_role, attach_timeout, namespace)
+        return cls.from_attached(attached, attached.hosts[0].context.group, runtime=runtime, timeout=timeout)

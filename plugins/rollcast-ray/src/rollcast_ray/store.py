@@ -93,21 +93,21 @@ def get_rows(cuts: Sequence[Cut], timeout: float | None, get: Get = _get) -> lis
     for number, (cut, is_away) in enumerate(zip(cuts, away, strict=True)):
         if is_away:
             by_node.setdefault(cut.ref.node, []).append(number)
-    found: list[Any] = [None] * len(cuts)
+    cut_values: list[Any] = [None] * len(cuts)
     parts: dict[int, Any] = {}
     for node, numbers in by_node.items():
         place = NodeAffinitySchedulingStrategy(node, soft=False)
-        made = _cutter().options(scheduling_strategy=place, num_returns=len(numbers))
+        call = _cutter().options(scheduling_strategy=place, num_returns=len(numbers))
         wanted = [cuts[number]._replace(ref=None) for number in numbers]
-        refs = made.remote(wanted, *[cuts[number].ref.ref for number in numbers])
+        refs = call.remote(wanted, *[cuts[number].ref.ref for number in numbers])
         parts |= dict(zip(numbers, [refs] if len(numbers) == 1 else refs, strict=True))
     order = [parts.get(number, cut.ref) for number, cut in enumerate(cuts)]
     unique = {id(ref): ref for ref in order}
     values = dict(zip(unique, get_values(list(unique.values()), timeout, get), strict=True))
     for number, (cut, ref, is_away) in enumerate(zip(cuts, order, away, strict=True)):
         value = values[id(ref)]
-        found[number] = value if is_away else cut.of(value)
-    return found
+        cut_values[number] = value if is_away else cut.of(value)
+    return cut_values
 
 
 @functools.cache
@@ -118,8 +118,8 @@ def _cutter() -> Any:
 
 
 def _cut_rows(cuts: Sequence[Cut], *stored: Any) -> Any:
-    found = [cut.of(value) for cut, value in zip(cuts, stored, strict=True)]
-    return found[0] if len(found) == 1 else tuple(found)
+    rows = [cut.of(value) for cut, value in zip(cuts, stored, strict=True)]
+    return rows[0] if len(rows) == 1 else tuple(rows)
 
 
 def explain_full(what: str, value: Any = None) -> str:

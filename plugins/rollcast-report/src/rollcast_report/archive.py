@@ -100,10 +100,13 @@ def clip_texts(texts: Iterable[tuple[dict[str, Any], str]], limit: int, where: s
         limit: number of characters of all texts.
         where: file or folder with the whole texts.
     """
-    found = list(texts)
-    lengths = [len(holder[key]) for holder, key in found]
-    clip = next((each for each in _CLIPS if sum(min(length, each) for length in lengths) <= limit), _CLIPS[-1])
-    for (holder, key), length in zip(found, lengths, strict=True):
+    values = list(texts)
+    lengths = [len(holder[key]) for holder, key in values]
+    clip = next(
+        (limit_length for limit_length in _CLIPS if sum(min(length, limit_length) for length in lengths) <= limit),
+        _CLIPS[-1],
+    )
+    for (holder, key), length in zip(values, lengths, strict=True):
         if length > clip:
             holder[key] = f"{holder[key][:clip]}\n… ({length - clip:,} more characters in {where})"
 
@@ -124,21 +127,21 @@ def _index(entries: Sequence[Entry], starts: list[int]) -> dict[str, Any]:
         return numbers[column].setdefault(value, len(numbers[column]))
 
     columns: dict[str, list[Any]] = {
-        "kind": [number("kind", each.kind) for each in entries],
-        "source": [number("source", each.source) for each in entries],
-        "end": [number("end", each.end) for each in entries],
-        "prompt": [number("prompt", each.prompt) for each in entries],
-        "step": [each.step for each in entries],
-        "reward": [_finite(each.reward) for each in entries],
-        "correct": [None if each.correct is None else int(each.correct) for each in entries],
-        "age": [each.age for each in entries],
-        "turns": [each.turns for each in entries],
-        "tokens": [each.tokens for each in entries],
-        "sampled": [each.sampled for each in entries],
-        "flags": [sum(1 << place for place, name in enumerate(FLAGS) if name in each.flags) for each in entries],
-        "opening": [" ".join(each.opening[: 2 * _OPENING].split())[:_OPENING] for each in entries],
+        "kind": [number("kind", entry.kind) for entry in entries],
+        "source": [number("source", entry.source) for entry in entries],
+        "end": [number("end", entry.end) for entry in entries],
+        "prompt": [number("prompt", entry.prompt) for entry in entries],
+        "step": [entry.step for entry in entries],
+        "reward": [_finite(entry.reward) for entry in entries],
+        "correct": [None if entry.correct is None else int(entry.correct) for entry in entries],
+        "age": [entry.age for entry in entries],
+        "turns": [entry.turns for entry in entries],
+        "tokens": [entry.tokens for entry in entries],
+        "sampled": [entry.sampled for entry in entries],
+        "flags": [sum(1 << place for place, name in enumerate(FLAGS) if name in entry.flags) for entry in entries],
+        "opening": [" ".join(entry.opening[: 2 * _OPENING].split())[:_OPENING] for entry in entries],
     }
-    names = {f"{column}Names": list(found) for column, found in numbers.items() if column != "prompt"}
+    names = {f"{column}Names": list(values) for column, values in numbers.items() if column != "prompt"}
     return {"count": len(entries), "starts": starts, "flagNames": FLAGS, **names, **columns}
 
 
@@ -149,8 +152,8 @@ def _finite(value: float | None) -> float | None:
 def _blocks(entries: Sequence[Entry]) -> Iterator[tuple[int, str]]:
     """Yield the place of the first entry and the JSON of the details of each block."""
     start, size, parts = 0, 0, list[str]()
-    for place, each in enumerate(entries):
-        text = _to_json(each.detail)
+    for place, row in enumerate(entries):
+        text = _to_json(row.detail)
         if parts and size + len(text) > _BLOCK_CHARACTERS:
             yield start, f"[{','.join(parts)}]"
             start, size, parts = place, 0, []

@@ -131,18 +131,18 @@ def thin(series: Series, limit: int = _MAX_POINTS) -> Series:
     if len(series) <= limit:
         return series
     size = math.ceil(2 * len(series) / limit)
-    kept: Series = []
+    points: Series = []
     for start in range(0, len(series), size):
         bucket = [(step, value) for step, value in series[start : start + size] if value is not None]
         if not bucket:
-            kept.append(series[start])
+            points.append(series[start])
             continue
         low = min(bucket, key=lambda point: point[1])
         high = max(bucket, key=lambda point: point[1])
-        kept += sorted({low, high})
-    if kept[-1] != series[-1]:
-        kept.append(series[-1])
-    return kept
+        points += sorted({low, high})
+    if points[-1] != series[-1]:
+        points.append(series[-1])
+    return points
 
 
 class _Frame:
@@ -336,27 +336,27 @@ class Line:
 
 def render_lines(lines: Sequence[Line], spec: ChartSpec, width: int, height: int, x_max: int) -> str:
     """Return several curves over the same axes as an HTML figure; lines without a value are left out."""
-    shown = [each for each in lines if any(value is not None for _, value in each.series)]
+    shown = [curve for curve in lines if any(value is not None for _, value in curve.series)]
     title = html.escape(spec.title)
     unit = f' <span class="unit">{html.escape(spec.unit)}</span>' if spec.unit not in ("", "%") else ""
     name = html.escape(spec.metric)
-    bands = [each.band for each in shown if each.band is not None]
+    bands = [curve.band for curve in shown if curve.band is not None]
     mark = ""
     if bands:
         methods = html.escape("; ".join(sorted({band.method for band in bands})))
         mark = f'<span class="mark band-mark" title="{methods}"><i></i>95 % interval</span>'
     caption = f'<figcaption><span class="name" title="{name}">{title}{unit}</span>{mark}</figcaption>'
-    frame = _Frame([point for each in shown for point in each.series], spec, width, height, x_max, bands)
+    frame = _Frame([point for curve in shown for point in curve.series], spec, width, height, x_max, bands)
     parts = []
-    for each in shown:
-        known = [value for _, value in each.series if value is not None]
+    for line in shown:
+        known = [value for _, value in line.series if value is not None]
         span = min(100.0, max(5.0, len(known) / 15)) if _is_noisy(known) else 1.0
-        drawn = _smoothed(each.series, span) if span > 1 else each.series
-        if each.band is not None:
-            parts.append(_band_path(each.band, frame, f"band c{each.style}", span))
-        parts.append(_path(thin(drawn), frame, f"line c{each.style}"))
-        parts.append(_end_mark(drawn, frame, each.style))
-    described = " ".join(_describe(each.series, ChartSpec(spec.metric, each.name, spec.unit)) for each in shown)
+        drawn = _smoothed(line.series, span) if span > 1 else line.series
+        if line.band is not None:
+            parts.append(_band_path(line.band, frame, f"band c{line.style}", span))
+        parts.append(_path(thin(drawn), frame, f"line c{line.style}"))
+        parts.append(_end_mark(drawn, frame, line.style))
+    described = " ".join(_describe(curve.series, ChartSpec(spec.metric, curve.name, spec.unit)) for curve in shown)
     label = html.escape(f"{spec.title}. {described}")
     data = html.escape(json.dumps(_shared_points(shown, frame, spec.unit)))
     return (
@@ -386,10 +386,10 @@ def mark_shape(x: float, y: float, style: int) -> str:
 def _shared_points(lines: Sequence[Line], frame: _Frame, unit: str) -> list[list[float | str]]:
     """Return the points for the tooltip: each step with the values of all lines."""
     by_step: dict[int, list[tuple[str, float]]] = {}
-    for each in lines:
-        for step, value in thin(each.series, 400):
+    for line in lines:
+        for step, value in thin(line.series, 400):
             if value is not None:
-                by_step.setdefault(step, []).append((each.name, value))
+                by_step.setdefault(step, []).append((line.name, value))
     return [
         [frame.x(step), frame.y(values[0][1]), step, " · ".join(f"{n} {format_number(v, unit)}" for n, v in values)]
         for step, values in sorted(by_step.items())

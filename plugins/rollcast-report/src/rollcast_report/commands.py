@@ -85,15 +85,15 @@ def list_runs(
     """List the runs below a folder: state, steps, time, reward and accuracy."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder; name the one that holds your run directories")
-    found = [summarize(_read(path), path) for path in find_runs(folder)]
+    runs = [summarize(_read(path), path) for path in find_runs(folder)]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    elif not found:
+        typer.echo(json.dumps(runs, indent=2))
+    elif not runs:
         print_lines(f"there is no run in {folder}")
     else:
-        _print_table(["run", "state", "step", "time", "reward", "accuracy", "best"], map(_list_row, found))
-        stopped = [each for each in found if each["resume"]]
-        print_lines(*(f"rollcast runs resume {each['run']}   # {each['state']}" for each in stopped))
+        _print_table(["run", "state", "step", "time", "reward", "accuracy", "best"], map(_list_row, runs))
+        stopped = [run for run in runs if run["resume"]]
+        print_lines(*(f"rollcast runs resume {run['run']}   # {run['state']}" for run in stopped))
 
 
 @runs_app.command()
@@ -105,18 +105,18 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare the metrics of runs: the last value of each, and the median of times and rates."""
-    found = {str(path): _read(_existing(path)) for path in paths}
-    known = {name for run in found.values() for name in run.series}
+    runs = {str(path): _read(_existing(path)) for path in paths}
+    known = {name for run in runs.values() for name in run.series}
     missing = [name for name in metric or () if name not in known]
     if missing:
         raise DataError(f"no run has the metric {missing[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
     names = metric or [name for name in _COMPARED if name in known]
-    table = {name: {path: _reduce(name, run.values(name)) for path, run in found.items()} for name in names}
+    table = {name: {path: _reduce(name, run.values(name)) for path, run in runs.items()} for name in names}
     if as_json:
         typer.echo(json.dumps(table, indent=2))
         return
     rows = [[f"{name} ({_how(name)})", *map(_number, table[name].values())] for name in names]
-    _print_table(["metric", *found], rows)
+    _print_table(["metric", *runs], rows)
 
 
 @runs_app.command()
@@ -200,15 +200,15 @@ def _reduce(name: str, values: Sequence[float]) -> float | None:
     return statistics.median(values) if _how(name) == "median" else values[-1]
 
 
-def _list_row(found: Mapping[str, Any]) -> list[str]:
-    step = "-" if found["step"] is None else str(found["step"])
-    minutes, seconds = divmod(int(found["elapsed_s"]), 60)
+def _list_row(run: Mapping[str, Any]) -> list[str]:
+    step = "-" if run["step"] is None else str(run["step"])
+    minutes, seconds = divmod(int(run["elapsed_s"]), 60)
     return [
-        found["run"],
-        found["state"],
-        f"{step}/{found['total_steps']}" if found["total_steps"] else step,
+        run["run"],
+        run["state"],
+        f"{step}/{run['total_steps']}" if run["total_steps"] else step,
         f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}",
-        *(_number(found[name]) for name in ("reward", "accuracy", "best_accuracy")),
+        *(_number(run[name]) for name in ("reward", "accuracy", "best_accuracy")),
     ]
 
 

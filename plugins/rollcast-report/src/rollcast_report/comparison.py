@@ -79,7 +79,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _render(runs: Sequence[_Compared]) -> str:
     title = f"{len(runs)} runs compared"
     notes = "".join(
-        f'<p class="note">{html.escape(each.name)}: {html.escape(n)}</p>' for each in runs for n in each.run.notes
+        f'<p class="note">{html.escape(run.name)}: {html.escape(n)}</p>' for run in runs for n in run.run.notes
     )
     sections = [
         f'<header><div class="title"><h1>{title}</h1></div>{notes}</header>',
@@ -90,20 +90,20 @@ def _render(runs: Sequence[_Compared]) -> str:
     return fill_page(title, sections, "Written by rollcast from the runs' metrics, status and config.yaml.")
 
 
-def _key(each: _Compared) -> str:
+def _key(run: _Compared) -> str:
     """Return the line of a run with its name, as it looks in the charts."""
     sample = (
         '<svg class="key" viewBox="0 0 44 12" width="44" height="12" aria-hidden="true">'
-        f'<path class="line c{each.style}" d="M1 6H43"/>{mark_shape(22.0, 6.0, each.style)}</svg>'
+        f'<path class="line c{run.style}" d="M1 6H43"/>{mark_shape(22.0, 6.0, run.style)}</svg>'
     )
-    return f"{sample}{html.escape(each.name)}"
+    return f"{sample}{html.escape(run.name)}"
 
 
 def _table(runs: Sequence[_Compared]) -> str:
     heads = ("Run", "State", "Steps", "Wall time", "Median step", "Last reward", "Last accuracy", "Best accuracy")
     rows = []
-    for each in runs:
-        run = each.run
+    for other in runs:
+        run = other.run
         reward, accuracy = run.values("reward/mean"), run.values("val/accuracy")
         times = run.values("time/step_s")
         cells = [
@@ -116,7 +116,7 @@ def _table(runs: Sequence[_Compared]) -> str:
             format_number(max(accuracy), "%") if accuracy else "-",
         ]
         shown = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{_key(each)}</th>{shown}</tr>')
+        rows.append(f'<tr><th scope="row">{_key(other)}</th>{shown}</tr>')
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
         f'<section class="card scroll" aria-label="Runs"><table><thead><tr>{head}</tr></thead>'
@@ -134,14 +134,14 @@ def _accuracy(run: RunData) -> str:
 
 
 def _charts(runs: Sequence[_Compared]) -> str:
-    steps = [each.run.steps for each in runs if each.run.steps is not None]
+    steps = [run.run.steps for run in runs if run.run.steps is not None]
     if not steps:
         return '<p class="card empty">None of these runs has metrics yet.</p>'
-    custom = sorted({name for each in runs for name in custom_metrics(each.run)})
+    custom = sorted({name for run in runs for name in custom_metrics(run.run)})
     large = [_chart(runs, spec, 560, 290, max(steps)) for spec in LARGE]
     specs = [*SMALL, *_PANEL, *(ChartSpec(name, name) for name in custom)]
     small = [_chart(runs, spec, 360, 190, max(steps)) for spec in specs]
-    legend = "".join(f"<li>{_key(each)}</li>" for each in runs)
+    legend = "".join(f"<li>{_key(run)}</li>" for run in runs)
     return (
         f'<h2>Curves</h2><section aria-label="Curves"><ul class="legend keys">{legend}</ul>'
         f'<div class="large">{"".join(large)}</div><div class="small">{"".join(small)}</div></section>'
@@ -150,24 +150,24 @@ def _charts(runs: Sequence[_Compared]) -> str:
 
 def _chart(runs: Sequence[_Compared], spec: ChartSpec, width: int, height: int, x_max: int) -> str:
     lines = [
-        Line(each.name, each.style, each.run.series[spec.metric], find_band(spec.metric, each.run.series))
-        for each in runs
-        if each.run.values(spec.metric)
+        Line(run.name, run.style, run.run.series[spec.metric], find_band(spec.metric, run.run.series))
+        for run in runs
+        if run.run.values(spec.metric)
     ]
     return render_lines(lines, spec, width, height, x_max) if lines else ""
 
 
 def _settings(runs: Sequence[_Compared]) -> str:
-    known = [each for each in runs if each.settings is not None]
+    known = [run for run in runs if run.settings is not None]
     if len(known) < 2:
         return ""
-    keys = differing_keys([each.settings or {} for each in known])
+    keys = differing_keys([run.settings or {} for run in known])
     if not keys:
         return '<h2>Settings</h2><p class="card">The configurations do not differ.</p>'
-    heads = "".join(f'<th scope="col">{_key(each)}</th>' for each in known)
+    heads = "".join(f'<th scope="col">{_key(run)}</th>' for run in known)
     rows = []
     for key in keys:
-        cells = "".join(f"<td>{_value(key, each.settings or {})}</td>" for each in known)
+        cells = "".join(f"<td>{_value(key, run.settings or {})}</td>" for run in known)
         rows.append(f'<tr><th scope="row"><code>{html.escape(key)}</code></th>{cells}</tr>')
     return (
         '<h2>Settings that differ</h2><section class="card scroll" aria-label="Settings that differ"><table><thead><tr>'

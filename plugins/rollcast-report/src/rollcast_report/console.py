@@ -45,9 +45,9 @@ def _validation_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     validated = {key: value for key, value in metrics.items() if key.startswith("val/")}
     bare = {key.removeprefix("val/"): value for key, value in (validated or metrics).items()}
     for names in (("accuracy",), ("reward/mean", "reward", "score", "loss"), tuple(bare)[:1]):
-        found = [(name.split("/")[0], f"{bare[name]:.3f}") for name in names if bare.get(name) is not None]
-        if found:
-            return found
+        values = [(name.split("/")[0], f"{bare[name]:.3f}") for name in names if bare.get(name) is not None]
+        if values:
+            return values
     return []
 
 
@@ -108,8 +108,8 @@ class ConsoleTracker(BaseTracker):
         """Show one step."""
         self._step = step
         if step != self._validated_step:
-            found = {key: value for key, value in metrics.items() if key.startswith("val/")}
-            self._show_validation(step, found, None)
+            validation = {key: value for key, value in metrics.items() if key.startswith("val/")}
+            self._show_validation(step, validation, None)
         if step <= 0:  # the validation before training is not a step: time starts to count now
             self._ends.clear()
             self._ends.append(time.monotonic())
@@ -183,16 +183,16 @@ class ConsoleTracker(BaseTracker):
 
     def _keep_answers(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Keep the answers to a few prompts of the first and of the last validation."""
-        found: dict[str, str] = {}
+        answers: dict[str, str] = {}
         for sample in samples:
             prompt, response = sample.get("prompt"), sample.get("response")
             if prompt and isinstance(response, str):
-                found.setdefault(text_of(prompt), response)
-            if len(found) == _COMPARED:
+                answers.setdefault(text_of(prompt), response)
+            if len(answers) == _COMPARED:
                 break
-        if found:
+        if answers:
             first = min(self._answers, default=step)
-            self._answers = {key: value for key, value in self._answers.items() if key == first} | {step: found}
+            self._answers = {key: value for key, value in self._answers.items() if key == first} | {step: answers}
 
     def _compare_answers(self) -> None:
         """Print the kept answers side by side."""
@@ -203,7 +203,7 @@ class ConsoleTracker(BaseTracker):
 
         (before, old), (after, new) = sorted(self._answers.items())
         table = Table("prompt", f"step {before}", f"step {after}", title="held-out answers", title_justify="left")
-        for prompt in (each for each in old if each in new):
+        for prompt in (common for common in old if common in new):
             # The end of a prompt is what differs: a system message and examples come first.
             shown = _line(prompt)
             shown = shown if len(shown) <= _LONGEST_PROMPT else f"…{shown[1 - _LONGEST_PROMPT :]}"

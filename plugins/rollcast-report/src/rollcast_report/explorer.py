@@ -42,7 +42,7 @@ def render_explorer(run: RunData) -> str:
     entries = [*run.trajectories.entries, *run.samples.entries]
     if not entries:
         return ""
-    kinds = {each.kind for each in entries}
+    kinds = {entry.kind for entry in entries}
     title = "Samples and trajectories" if len(kinds) > 1 else "Trajectories"
     title = "Validation samples" if kinds == {"sample"} else title
     index, blocks = pack(entries)
@@ -61,9 +61,9 @@ def render_explorer(run: RunData) -> str:
 
 
 def _controls(entries: Sequence[Entry], kinds: set[str]) -> str:
-    sources = sorted({each.source for each in entries} - {""})
-    ends = sorted({each.end for each in entries} - {""})
-    flags = {name for each in entries for name in each.flags}
+    sources = sorted({entry.source for entry in entries} - {""})
+    ends = sorted({entry.end for entry in entries} - {""})
+    flags = {name for entry in entries for name in entry.flags}
     parts = [
         '<label class="wide">Search in all texts<input type="search" id="explorer-search" autocomplete="off" '
         'placeholder="any text, without regard to case"></label>'
@@ -72,15 +72,15 @@ def _controls(entries: Sequence[Entry], kinds: set[str]) -> str:
         parts.append(_select("kind", "Kind", [("", "all"), ("trajectory", "trajectories"), ("sample", "samples")]))
     parts += [_range("step", "Step", "1"), _range("reward", "Reward", "any")]
     if sources:
-        parts.append(_select("source", "Data source", [("", "all"), *((each, each) for each in sources)]))
+        parts.append(_select("source", "Data source", [("", "all"), *((source, source) for source in sources)]))
     if ends:
-        parts.append(_select("end", "End", [("", "any"), *((each, each) for each in ends)]))
-    if any(each.correct is not None for each in entries):
-        results = [each for each in _RESULTS if each[0] not in ("fixed", "broken") or each[0] in flags]
+        parts.append(_select("end", "End", [("", "any"), *((end, end) for end in ends)]))
+    if any(entry.correct is not None for entry in entries):
+        results = [option for option in _RESULTS if option[0] not in ("fixed", "broken") or option[0] in flags]
         parts.append(_select("result", "Result", [("", "any"), *results]))
-    if any(each.age is not None for each in entries):
+    if any(entry.age is not None for entry in entries):
         parts.append(_range("age", "Age in weight versions", "1"))
-    shown = [each for each in _FLAGS if each[0] in flags]
+    shown = [option for option in _FLAGS if option[0] in flags]
     if shown:
         parts.append(_select("flag", "Show", [("", "all"), *shown]))
     parts.append(_select("order", "Order", _ORDERS))

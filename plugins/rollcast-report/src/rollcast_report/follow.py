@@ -139,11 +139,11 @@ class Follower:
     def _read_metrics(self) -> None:
         path = self.run_dir / METRICS_FILE
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return
-        if found.st_ino != self._inode or found.st_size < self._offset:  # a run that resumed wrote the file anew
-            self._forget(found.st_ino)
+        if status.st_ino != self._inode or status.st_size < self._offset:  # a run that resumed wrote the file anew
+            self._forget(status.st_ino)
         with path.open("rb") as file:
             file.seek(self._offset)
             for raw in file:
@@ -181,24 +181,24 @@ class Follower:
         return max(0.0, time.time() - max(times)) if times else None
 
     def _alarms(self, frame: Frame) -> list[str]:
-        found = []
+        rows = []
         status = frame.status
         if status.state == "running" and frame.state == "interrupted":
-            found.append(f"the process {status.pid} of the run is gone, without a word")
+            rows.append(f"the process {status.pid} of the run is gone, without a word")
         limit = max(_LATE_S, _LATE_STEPS * (frame.step_s or 0.0))
         if frame.state in ("running", "starting") and frame.idle_s is not None and frame.idle_s > limit:
             usual = "" if frame.step_s is None else f"; a step takes {format_clock(frame.step_s)}"
-            found.append(f"no sign of life for {format_clock(frame.idle_s)}{usual}")
+            rows.append(f"no sign of life for {format_clock(frame.idle_s)}{usual}")
         if status.state == "failed" and status.message:
-            found.append(status.message)
+            rows.append(status.message)
         if self._missing:
-            found.append(f"not finite in step {self._step}: {', '.join(self._missing[:5])}")
+            rows.append(f"not finite in step {self._step}: {', '.join(self._missing[:5])}")
         if frame.metrics.get("actor/skipped_steps", 0.0) > 0:
             share = frame.metrics["actor/skipped_steps"]
-            found.append(f"{share:.0%} of the updates of step {self._step} were skipped: a gradient was not finite")
+            rows.append(f"{share:.0%} of the updates of step {self._step} were skipped: a gradient was not finite")
         if frame.metrics.get("reward/errors", 0.0) > 0:
-            found.append(f"{frame.metrics['reward/errors']:.0f} rewards of step {self._step} failed")
-        return found
+            rows.append(f"{frame.metrics['reward/errors']:.0f} rewards of step {self._step} failed")
+        return rows
 
 
 def _is_number(value: object) -> bool:

@@ -117,10 +117,10 @@ def _when(step: int) -> str:
 
 def _lead(run: RunData) -> str:
     """Return one sentence on the result of the run."""
-    found = next((item for item in _LEADING if run.values(item[0])), None)
-    if found is None:
+    leading = next((item for item in _LEADING if run.values(item[0])), None)
+    if leading is None:
         return "Nothing has been measured yet." if run.steps is None else "No reward or validation was recorded."
-    metric, name, unit = found
+    metric, name, unit = leading
     points = [(step, value) for step, value in run.series[metric] if value is not None]
     (first_step, first), (last_step, last) = points[0], points[-1]
     start, end = format_number(first, unit), format_number(last, unit)
@@ -229,9 +229,9 @@ def _recoveries(run: RunData) -> str:
     if not run.recoveries:
         return ""
     rows = "".join(
-        f"<tr><td>after step {_cell(each, 'failed_step')}</td><td>{_cell(each, 'step')}</td>"
-        f"<td>{_cell(each, 'reason')}</td></tr>"
-        for each in run.recoveries
+        f"<tr><td>after step {_cell(recovery, 'failed_step')}</td><td>{_cell(recovery, 'step')}</td>"
+        f"<td>{_cell(recovery, 'reason')}</td></tr>"
+        for recovery in run.recoveries
     )
     return (
         f'<h2>Recoveries</h2><div class="card"><table><thead><tr><th>Lost</th><th>Went on from step</th>'

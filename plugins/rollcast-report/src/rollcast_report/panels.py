@@ -39,7 +39,7 @@ def render_memory(run: RunData) -> str:
             table.setdefault(match["phase"] or "", {})[match["kind"]] = values
     if not table:
         return ""
-    shown = [each for each in _KINDS if each[0] in kinds]
+    shown = [kind for kind in _KINDS if kind[0] in kinds]
     most = {kind: max((max(row[kind]) for row in table.values() if kind in row), default=0.0) for kind, _ in shown}
     ranked = sorted(table, key=lambda phase: (phase != "", -max(max(values) for values in table[phase].values())))
     rows = []
@@ -106,9 +106,9 @@ def render_sync(run: RunData) -> str:
 
 def _ages(run: RunData) -> str:
     """Return the shares of trained tokens by age over the whole run."""
-    found = sorted((int(match[1]), name) for name in run.series if (match := _AGE.fullmatch(name)))
-    steps = max((len(run.series[name]) for _, name in found), default=0)
-    shares = [(age, sum(run.values(name)) / steps) for age, name in found] if steps else []
+    ages = sorted((int(match[1]), name) for name in run.series if (match := _AGE.fullmatch(name)))
+    steps = max((len(run.series[name]) for _, name in ages), default=0)
+    shares = [(age, sum(run.values(name)) / steps) for age, name in ages] if steps else []
     text = ", ".join(_share(age, share) for age, share in shares if share >= 0.0005)
     return f'<p class="hint">Trained tokens by age in weight versions, over all steps: {text}.</p>' if text else ""
 

@@ -21,7 +21,9 @@ def resume_arguments(status: Status) -> list[str]:
 
     An override ``trainer.resume_mode=disable`` is left out: it would start the run anew.
     """
-    return [each for each in status.command if each.replace('"', "").replace("'", "").lstrip("+") != _DISABLE]
+    return [
+        argument for argument in status.command if argument.replace('"', "").replace("'", "").lstrip("+") != _DISABLE
+    ]
 
 
 def resume_command(status: Status, here: Path | None = None) -> str | None:

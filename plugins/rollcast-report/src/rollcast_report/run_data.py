@@ -136,15 +136,15 @@ def read_status(run_dir: Path) -> Status:
     if not path.exists():
         return Status()
     try:
-        found = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold a JSON object (got {type(found).__name__})")
+    if not isinstance(data, dict):
+        raise DataError(f"{path} must hold a JSON object (got {type(data).__name__})")
     known = {item.name for item in fields(Status)}
-    status = Status(**{key: value for key, value in found.items() if key in known})
+    status = Status(**{key: value for key, value in data.items() if key in known})
     _require_types(path, status)
     return status
 

@@ -58,7 +58,7 @@ def read_samples(path: Path, limits: PageLimits | None = None) -> SavedSamples:
     saved.shown_validations = len(steps)
     # Where even the picked validations are too large, keep the same places of each, so that they can be compared.
     share = limits.samples // len(steps)
-    kept = {step: set(evenly(range(counts[step]), share)) for step in steps}
+    rows_by_step = {step: set(evenly(range(counts[step]), share)) for step in steps}
     seen: Counter[int] = Counter()
     pairs = _Pairs(steps[0])
     for _, record in read_records(path):
@@ -68,7 +68,7 @@ def read_samples(path: Path, limits: PageLimits | None = None) -> SavedSamples:
             continue
         step = record["step"]
         place, seen[step] = seen[step], seen[step] + 1
-        if step in kept and place in kept[step]:
+        if step in rows_by_step and place in rows_by_step[step]:
             saved.entries.append(pairs.entry(record))
     clip_texts(_texts(saved.entries), limits.characters, SAMPLES_FILE)
     return saved
@@ -169,8 +169,8 @@ def _is_chat(value: Any) -> bool:
 
 def _texts(entries: Sequence[Entry]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the holder and key of each text of samples."""
-    for each in entries:
+    for entry in entries:
         for key in ("prompt", "response", "truth"):
-            yield each.detail, key
-        for name in each.detail["more"]:
-            yield each.detail["more"], name
+            yield entry.detail, key
+        for name in entry.detail["more"]:
+            yield entry.detail["more"], name

@@ -35,12 +35,12 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def _relative(value: Any, own: str) -> Any:
     if isinstance(value, list):
-        return [_relative(each, own) for each in value]
+        return [_relative(item, own) for item in value]
     inside = isinstance(value, str) and own and (value == own or value.startswith(f"{own}/"))
     return "${run_dir}" + value[len(own) :] if inside else value
 
 
 def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values are not the same in all settings, sorted."""
-    keys = {key for each in settings for key in each}
-    return sorted(key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings[1:]))
+    keys = {key for setting in settings for key in setting}
+    return sorted(key for key in keys if any(setting.get(key) != settings[0].get(key) for setting in settings[1:]))

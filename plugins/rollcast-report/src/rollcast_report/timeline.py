@@ -78,35 +78,35 @@ def windows(count: int) -> list[range]:
 
 def read_timeline(path: Path) -> TimelineData:
     """Read the timeline of a run; empty if there is none. Malformed lines are skipped and reported."""
-    found = TimelineData()
+    data = TimelineData()
     number = 0
     for number, (_, record) in enumerate(read_records(path), start=1):
         if isinstance(record, Unreadable):
             if not record.torn:
-                found.unreadable.append(record.line)
+                data.unreadable.append(record.line)
         elif _is_line(record):
-            found.steps += 1
-            _count(record, found)
+            data.steps += 1
+            _count(record, data)
         else:
-            found.unreadable.append(number)
+            data.unreadable.append(number)
     # Read the file a second time, because a long run has more lines than are drawn.
-    drawn = windows(found.steps)
-    found.windows = [[] for _ in drawn]
+    drawn = windows(data.steps)
+    data.windows = [[] for _ in drawn]
     by_line = {line: place for place, lines in enumerate(drawn) for line in lines}
     line = 0
     for _, record in read_records(path):
         if not isinstance(record, Unreadable) and _is_line(record):
             if line in by_line:
-                found.windows[by_line[line]].append(record)
+                data.windows[by_line[line]].append(record)
             line += 1
-    return found
+    return data
 
 
-def _count(line: Mapping[str, Any], found: TimelineData) -> None:
+def _count(line: Mapping[str, Any], data: TimelineData) -> None:
     for stage, spans in line["stages"].items():
-        found.stages[stage] = found.stages.get(stage, 0.0) + _length(spans)
+        data.stages[stage] = data.stages.get(stage, 0.0) + _length(spans)
     for pool, work in line["pools"].items():
-        use = found.pools.setdefault(pool, PoolUse())
+        use = data.pools.setdefault(pool, PoolUse())
         use.busy_s += work["busy_s"]
         use.seconds += line["seconds"]
         for stage, spans in work["calls"].items():
@@ -257,7 +257,7 @@ def _bars(
     parts = []
     present = {stage for stages in by_line for stage in stages}
     # Draw long work first, so that short work is on top where stages overlap.
-    for stage in sorted(present, key=lambda each: (colours[each], each)):
+    for stage in sorted(present, key=lambda key: (colours[key], key)):
         bars = []
         for stages, left in zip(by_line, starts, strict=True):
             for start, end in stages.get(stage, ()):
@@ -273,9 +273,9 @@ def _describe(lines: Sequence[Mapping[str, Any]], total: float) -> str:
     use: dict[str, PoolUse] = {}
     for line in lines:
         for pool, work in line["pools"].items():
-            each = use.setdefault(pool, PoolUse())
-            each.busy_s, each.seconds = each.busy_s + work["busy_s"], each.seconds + line["seconds"]
-    shares = ", ".join(f"{pool} {each.busy * 100:.0f} %" for pool, each in use.items())
+            pool_use = use.setdefault(pool, PoolUse())
+            pool_use.busy_s, pool_use.seconds = pool_use.busy_s + work["busy_s"], pool_use.seconds + line["seconds"]
+    shares = ", ".join(f"{pool} {share.busy * 100:.0f} %" for pool, share in use.items())
     steps = "step" if len(lines) == 1 else "steps"
     return f"Timeline of {steps} {_named(lines)}, {total:.3g} s. Busy: {shares or 'no pool was recorded'}."
 

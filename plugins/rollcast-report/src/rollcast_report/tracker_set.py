@@ -40,13 +40,13 @@ class TrackerSet:
     """
 
     def __init__(self, names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        given = {name: dict(values or {}) for name, values in (options or {}).items()}
-        unused = sorted(set(given) - set(names))
+        keywords = {name: dict(values or {}) for name, values in (options or {}).items()}
+        unused = sorted(set(keywords) - set(names))
         if unused:
             raise ConfigError(
                 f"tracker_kwargs.{unused[0]} is set, but trackers has no {unused[0]!r}; it has: {', '.join(names)}"
             )
-        self._parts = {name: (trackers.get(name), given.get(name, {})) for name in names}
+        self._parts = {name: (trackers.get(name), keywords.get(name, {})) for name in names}
         for name, (part, values) in self._parts.items():
             mistake = find_hook_mistake(part)
             if mistake is not None:
@@ -141,7 +141,11 @@ def _option_names(part: type[BaseTracker]) -> list[str]:
         if "__init__" not in vars(base):
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[4:]
-        names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        names += [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in names
+        ]
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     return names

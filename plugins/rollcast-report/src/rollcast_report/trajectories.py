@@ -62,11 +62,11 @@ def read_trajectories(
         versions: step → weight version after its update, which tell the age of the next step's tokens.
     """
     limits = limits or PageLimits()
-    found = sorted(
+    rollouts = sorted(
         (int(match[1]), path) for path in (run_dir / FOLDER).glob("*") if (match := _STEP.fullmatch(path.name))
     )
-    picked = evenly(found, limits.steps)
-    saved = SavedTrajectories(steps=len(found), shown_steps=len(picked))
+    picked = evenly(rollouts, limits.steps)
+    saved = SavedTrajectories(steps=len(rollouts), shown_steps=len(picked))
     if not picked:
         return saved
     saved.limit = limits.trajectories // len(picked)
@@ -88,7 +88,7 @@ def read_trajectories(
 
 def _version_at(step: int, entries: Sequence[Entry], versions: Mapping[int, float]) -> int:
     """Return the weight version at the start of a step: as recorded, else the newest that sampled a token of it."""
-    newest = max((version for each in entries for version in _versions(each)), default=0)
+    newest = max((version for entry in entries for version in _versions(entry)), default=0)
     return max(newest, int(versions.get(step - 1, 0)))
 
 
@@ -99,13 +99,13 @@ def _versions(entry: Entry) -> Iterator[int]:
 
 def _complete(entries: Sequence[Entry], version: int) -> None:
     """Set what depends on the other trajectories of the step: the age of the tokens, and rollouts of several rows."""
-    rows = Counter(each.detail["rollout"] for each in entries)
-    for each in entries:
-        oldest = min(_versions(each), default=None)
+    rows = Counter(record.detail["rollout"] for record in entries)
+    for entry in entries:
+        oldest = min(_versions(entry), default=None)
         # A version below 0 marks tokens of unknown weights.
-        each.age = None if oldest is None or oldest < 0 else max(0, version - oldest)
-        if rows[each.detail["rollout"]] > 1:
-            each.flags.add("contexts")
+        entry.age = None if oldest is None or oldest < 0 else max(0, version - oldest)
+        if rows[entry.detail["rollout"]] > 1:
+            entry.flags.add("contexts")
 
 
 def _entry(step: int, data: Mapping[str, Any]) -> Entry:
@@ -116,15 +116,15 @@ def _entry(step: int, data: Mapping[str, Any]) -> Entry:
     """
     if data["version"] != FORMAT_VERSION:
         raise ValueError(f"version {data['version']} of the format")
-    segments = [_segment(each) for each in data["segments"]]
-    messages = [_message(each) for each in data["messages"]]
+    segments = [_segment(segment) for segment in data["segments"]]
+    messages = [_message(message) for message in data["messages"]]
     for position, turn in turns_of_messages(messages, segments).items():
         messages[position]["turn"] = turn
     failure = data["failure"]
     # A trajectory without a score is not in the batch of the update; one of a failed rollout has no trained tokens.
     is_trained = data["score"] is not None and failure is None and data["end"] not in _FAILED
     metrics, components = _numbers(data["metrics"]), _numbers(data["reward_components"])
-    sampled = [each for each in segments if each["sampled"]]
+    sampled = [segment for segment in segments if segment["sampled"]]
     entry = Entry(
         kind="trajectory",
         step=step,
@@ -134,9 +134,9 @@ def _entry(step: int, data: Mapping[str, Any]) -> Entry:
         end=str(data["end"]),
         prompt=f"trajectory {step} {data['group_id']}",
         opening=_opening(messages, segments) or str(data["rollout_id"]),
-        turns=len({each["turn"] for each in sampled}),
-        tokens=sum(each["tokens"] for each in segments),
-        sampled=sum(each["tokens"] for each in sampled),
+        turns=len({segment["turn"] for segment in sampled}),
+        tokens=sum(segment["tokens"] for segment in segments),
+        sampled=sum(segment["tokens"] for segment in sampled),
         detail={
             "group": str(data["group_id"]),
             "rollout": str(data["rollout_id"]),
@@ -151,7 +151,7 @@ def _entry(step: int, data: Mapping[str, Any]) -> Entry:
         },
     )
     named = {
-        "calls": (metrics.get("tool_calls") or 0) > 0 or any("calls" in each for each in messages),
+        "calls": (metrics.get("tool_calls") or 0) > 0 or any("calls" in message for message in messages),
         "errors": (metrics.get("tool_errors") or 0) > 0,
         "failure": failure is not None,
         "untrained": not is_trained,
@@ -169,7 +169,7 @@ def _correct(data: Mapping[str, Any], components: Mapping[str, float | None]) ->
 
 
 def _opening(messages: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> str:
-    asked = next((each for each in messages if each["role"] == "user"), messages[0] if messages else None)
+    asked = next((message for message in messages if message["role"] == "user"), messages[0] if messages else None)
     if asked is not None:
         return str(asked["text"])
     return str(segments[0]["text"] or "") if segments else ""
@@ -206,7 +206,7 @@ def _message(data: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning := _text(data.get("reasoning_content")):
         shown["reasoning"] = reasoning
     if calls := data.get("tool_calls"):
-        shown["calls"] = [_call(each) for each in calls]
+        shown["calls"] = [_call(call) for call in calls]
     for key, name in (("name", "name"), ("tool_call_id", "callId")):
         if data.get(key):
             shown[name] = str(data[key])
@@ -259,12 +259,12 @@ def turns_of_messages(messages: Sequence[Mapping[str, Any]], segments: Sequence[
     the last one backwards. Without texts, they are matched by number, if there are at least as many replies as turns.
     """
     texts: dict[int, str | None] = {}
-    for each in segments:
-        if each["sampled"]:
-            known = texts.get(each["turn"], "")
-            texts[each["turn"]] = None if known is None or each["text"] is None else known + each["text"]
+    for segment in segments:
+        if segment["sampled"]:
+            known = texts.get(segment["turn"], "")
+            texts[segment["turn"]] = None if known is None or segment["text"] is None else known + segment["text"]
     turns = sorted(texts)
-    replies = [position for position, each in enumerate(messages) if each["role"] == "assistant"]
+    replies = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     if any(text is None for text in texts.values()):
         return dict(zip(replies[-len(turns) :], turns, strict=True)) if 0 < len(turns) <= len(replies) else {}
     matched: dict[int, int] = {}
@@ -285,14 +285,14 @@ def _is_reply(message: Mapping[str, Any], sampled: str) -> bool:
 
 def _texts(entries: Sequence[Entry]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the holder and key of each text."""
-    for each in entries:
-        yield each.detail, "truth"
-        for message in each.detail["messages"]:
+    for entry in entries:
+        yield entry.detail, "truth"
+        for message in entry.detail["messages"]:
             yield message, "text"
             if "reasoning" in message:
                 yield message, "reasoning"
             for call in message.get("calls", ()):
                 yield call, "arguments"
-        for segment in each.detail["segments"]:
+        for segment in entry.detail["segments"]:
             if segment["text"] is not None:
                 yield segment, "text"

@@ -87,7 +87,7 @@ def _watch_live(follower: Follower, console: Console, interval: float) -> None:
 
 
 def _watch_plain(follower: Follower, interval: float) -> None:
-    told: set[str] = set()
+    shown: set[str] = set()
     step: int | None = None
     while True:
         frame = follower.read()
@@ -95,13 +95,13 @@ def _watch_plain(follower: Follower, interval: float) -> None:
             step = frame.step
             print_lines(describe_step(frame))
         for alarm in frame.alarms:
-            if alarm not in told and "no sign of life" not in alarm:
+            if alarm not in shown and "no sign of life" not in alarm:
                 print_lines(f"alarm: {alarm}")
-                told.add(alarm)
+                shown.add(alarm)
         is_late = any("no sign of life" in alarm for alarm in frame.alarms)
-        if is_late and "late" not in told:
-            print_lines(f"alarm: {next(each for each in frame.alarms if 'no sign of life' in each)}")
-        told = told | {"late"} if is_late else told - {"late"}
+        if is_late and "late" not in shown:
+            print_lines(f"alarm: {next(text for text in frame.alarms if 'no sign of life' in text)}")
+        shown = shown | {"late"} if is_late else shown - {"late"}
         if _has_ended(frame):
             print_lines(frame.state, *([f"resume it with: {frame.command}"] if frame.command else []))
             return
@@ -200,15 +200,15 @@ def _rate_rows(frame: Frame) -> Iterable[tuple[str, str]]:
 
 
 def _validation(frame: Frame) -> str:
-    found = frame.validated[1] if frame.validated else {}
+    values = frame.validated[1] if frame.validated else {}
     for name, unit in (("val/accuracy", "%"), ("val/loss", ""), ("val/reward", "")):
-        if name in found:
-            text = f"{name.removeprefix('val/')} {format_number(found[name], unit)}"
-            bounds = {key.rpartition("/")[2]: each for key, each in found.items() if key.startswith("val/acc/mean@")}
+        if name in values:
+            text = f"{name.removeprefix('val/')} {format_number(values[name], unit)}"
+            bounds = {key.rpartition("/")[2]: value for key, value in values.items() if key.startswith("val/acc/mean@")}
             if unit == "%" and {"low", "high"} <= bounds.keys():
                 text += f" ({format_number(bounds['low'], unit)} to {format_number(bounds['high'], unit)})"
             return text
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(found.items())[:2])
+    return ", ".join(f"{name} {value:.4g}" for name, value in list(values.items())[:2])
 
 
 def _stage_rows(frame: Frame, width: int) -> Iterable[tuple[str, Text]]:

@@ -59,7 +59,7 @@ class _Loop:
         late = {flight: flight.late(limit) for flight in self.flights}
         owner = self.owners.get(asyncio.current_task(self.loop))
         if owner is None:
-            return {flight: found for flight, found in late.items() if found}
+            return {flight: results for flight, results in late.items() if results}
         flight, index = owner
         return {flight: [index]} if index in late.get(flight, ()) else {}
 
@@ -153,13 +153,13 @@ class AsyncScorer:
         try:
             while outcomes.undecided:
                 try:
-                    found = flight.done.get(timeout=self._patience(flight))
+                    result = flight.done.get(timeout=self._patience(flight))
                 except Empty:
                     self._leave_blocked_loop()
                     continue
-                if found is None:
+                if result is None:
                     raise RewardError(f"reward {self._reward.name}: closed with {outcomes.undecided} samples unscored")
-                leg, index, outcome = found
+                leg, index, outcome = result
                 if leg == flight.leg:
                     flight.started.pop(index, None)
                     outcomes.add(index, outcome)
@@ -306,7 +306,7 @@ class BatchLoop:
 
 
 async def _await_all(values: Sequence[Any], slots: asyncio.Semaphore, limit: float | None) -> list[Any]:
-    found = list(values)
+    collected = list(values)
     places = [place for place, value in enumerate(values) if isinstance(value, Awaitable)]
     async with slots:
         try:
@@ -317,8 +317,8 @@ async def _await_all(values: Sequence[Any], slots: asyncio.Semaphore, limit: flo
                 raise LateBatch from None
             raise
     for place, result in zip(places, results, strict=True):
-        found[place] = result
-    return found
+        collected[place] = result
+    return collected
 
 
 async def _without_exit(value: Awaitable[Any]) -> Any:

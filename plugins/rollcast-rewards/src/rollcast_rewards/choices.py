@@ -45,8 +45,8 @@ class MultipleChoice(BaseReward):
     def extract(self, response: str) -> str | None:
         """Return the letter that the response chooses, in upper case; None if it chooses none."""
         last = None
-        for found in self._marked.finditer(response):
-            last = found
+        for match in self._marked.finditer(response):
+            last = match
         if last is not None:
             return next(group for group in last.groups() if group).upper()
         bare = self._bare.search(response.rstrip()[-8:])

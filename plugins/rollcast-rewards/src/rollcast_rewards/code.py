@@ -35,8 +35,8 @@ _PYTHON = ("", "python", "py", "python3")
 
 def extract_program(response: str) -> str | None:
     """Return the last fenced block of Python in the response; None if there is none."""
-    found = [body for language, body in _FENCE.findall(response) if language.lower() in _PYTHON]
-    return found[-1] if found else None
+    programs = [body for language, body in _FENCE.findall(response) if language.lower() in _PYTHON]
+    return programs[-1] if programs else None
 
 
 @dataclass(frozen=True)

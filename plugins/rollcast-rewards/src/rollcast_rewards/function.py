@@ -54,16 +54,16 @@ class FunctionReward(BaseReward):
         path = str(path)
         if ":" not in path:
             path = f"{path}:{kwargs.pop('name', _DEFAULT_NAME)}"
-        found = find_function(path, _KEY)
-        self.name = found.label
-        self._found = found
+        function = find_function(path, _KEY)
+        self.name = function.label
+        self._found = function
         self._kwargs = kwargs
-        self._is_async = is_async_callable(found.call)
-        self._takes_judge = _takes_judge(found, kwargs)
-        self._by_batch = _takes_batches(found)
-        given = {**kwargs, **({"judge": None} if self._takes_judge else {})}
-        self._call_batch = _adapt_batch(found, given) if self._by_batch else None
-        self._call = _adapt(found, given) if not self._by_batch else None
+        self._is_async = is_async_callable(function.call)
+        self._takes_judge = _takes_judge(function, kwargs)
+        self._by_batch = _takes_batches(function)
+        options = {**kwargs, **({"judge": None} if self._takes_judge else {})}
+        self._call_batch = _adapt_batch(function, options) if self._by_batch else None
+        self._call = _adapt(function, options) if not self._by_batch else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._found.path, self._kwargs)
@@ -140,46 +140,47 @@ def is_async_callable(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _takes_judge(found: UserFunction, kwargs: Mapping[str, Any]) -> bool:
+def _takes_judge(function: UserFunction, kwargs: Mapping[str, Any]) -> bool:
     """Return True if the function has a parameter for the run's judge that no option sets.
 
     Raises:
         ConfigError: the function has such a parameter and is not ``async``, or is called with batches.
     """
-    parameters = signature_of(found, _KEY).parameters
+    parameters = signature_of(function, _KEY).parameters
     if "judge" not in parameters or "judge" in kwargs:
         return False
-    if not is_async_callable(found.call) or _takes_batches(found):
+    if not is_async_callable(function.call) or _takes_batches(function):
         raise ConfigError(
-            f"{_KEY}: {found.path} has a parameter judge, whose replies are awaited; make it an async def of one sample"
+            f"{_KEY}: {function.path} has a parameter judge, whose replies are awaited; make it an async def of one "
+            "sample"
         )
     return True
 
 
-def _takes_batches(found: UserFunction) -> bool:
-    parameters = signature_of(found, _KEY).parameters
+def _takes_batches(function: UserFunction) -> bool:
+    parameters = signature_of(function, _KEY).parameters
     return all(column in parameters for column in _BATCH_COLUMNS)
 
 
-def signature_of(found: UserFunction, key: str) -> inspect.Signature:
+def signature_of(function: UserFunction, key: str) -> inspect.Signature:
     """Return the signature of a user's function.
 
     Raises:
         ConfigError: Python cannot read it.
     """
     try:
-        return inspect.signature(found.call)
+        return inspect.signature(function.call)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {found.path} has no signature that Python can read") from error
+        raise ConfigError(f"{key}: {function.path} has no signature that Python can read") from error
 
 
 def takes_any_keyword(signature: inspect.Signature) -> bool:
     """Return True if the signature has ``**kwargs``."""
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
-def _adapt(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[RewardSample], Any]:
-    function, signature = found.call, signature_of(found, _KEY)
+def _adapt(user_function: UserFunction, kwargs: dict[str, Any]) -> Callable[[RewardSample], Any]:
+    function, signature = user_function.call, signature_of(user_function, _KEY)
     by_column = all(column in signature.parameters for column in _COLUMNS)
     takes_extra = "extra_info" in signature.parameters or takes_any_keyword(signature)
 
@@ -198,14 +199,14 @@ def _adapt(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[RewardSampl
 
     if by_column:
         names = (*_COLUMNS, "extra_info") if takes_extra else _COLUMNS
-        _bind(found, signature, kwargs, **dict.fromkeys(names))
+        _bind(user_function, signature, kwargs, **dict.fromkeys(names))
         return call_by_column
-    _bind(found, signature, kwargs, None)
+    _bind(user_function, signature, kwargs, None)
     return call_with_sample
 
 
-def _adapt_batch(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[Sequence[RewardSample]], Any]:
-    function, signature = found.call, signature_of(found, _KEY)
+def _adapt_batch(user_function: UserFunction, kwargs: dict[str, Any]) -> Callable[[Sequence[RewardSample]], Any]:
+    function, signature = user_function.call, signature_of(user_function, _KEY)
     takes_extra = "extra_infos" in signature.parameters or takes_any_keyword(signature)
 
     def call(samples: Sequence[RewardSample]) -> Any:
@@ -219,11 +220,13 @@ def _adapt_batch(found: UserFunction, kwargs: dict[str, Any]) -> Callable[[Seque
         )
 
     names = (*_BATCH_COLUMNS, "extra_infos") if takes_extra else _BATCH_COLUMNS
-    _bind(found, signature, kwargs, **dict.fromkeys(names))
+    _bind(user_function, signature, kwargs, **dict.fromkeys(names))
     return call
 
 
-def _bind(found: UserFunction, signature: inspect.Signature, kwargs: dict[str, Any], *args: Any, **names: Any) -> None:
+def _bind(
+    function: UserFunction, signature: inspect.Signature, kwargs: dict[str, Any], *args: Any, **names: Any
+) -> None:
     """Check that the function can be called with these arguments and options.
 
     Raises:
@@ -231,15 +234,16 @@ def _bind(found: UserFunction, signature: inspect.Signature, kwargs: dict[str, A
     """
     if "completions" in signature.parameters and not names:
         raise ConfigError(
-            f"{_KEY}: {found.path}{signature} takes completions, as TRL's functions do; "
-            f"use reward=trl 'reward.reward_kwargs.reward_funcs=[{found.path}]'"
+            f"{_KEY}: {function.path}{signature} takes completions, as TRL's functions do; "
+            f"use reward=trl 'reward.reward_kwargs.reward_funcs=[{function.path}]'"
         )
     try:
         signature.bind(*args, **names, **kwargs)
     except TypeError as error:
-        given = f" with the options {', '.join(kwargs)}" if kwargs else ""
+        problem = f" with the options {', '.join(kwargs)}" if kwargs else ""
         raise ConfigError(
-            f"{_KEY}: {found.path}{signature} cannot be called{given}: {error}. It has to take one RewardSample, or "
+            f"{_KEY}: {function.path}{signature} cannot be called{problem}: {error}. It has to take one RewardSample, "
+            "or "
             "(data_source, solution_str, ground_truth, extra_info=None), or "
             "(data_sources, solution_strs, ground_truths, extra_infos), and the other keys of reward_kwargs"
         ) from error

@@ -65,7 +65,7 @@ class _InProcessManager(PolicyRewardManager):
         while waiting:
             indices = waiting.pop()
             part = [samples[index] for index in indices]
-            found: list[Outcome]
+            checked: list[Outcome]
             try:
                 values: list[Any] = list(alarm.call(self.reward.score_batch, part))
                 if self._batch_loop is not None:
@@ -73,20 +73,20 @@ class _InProcessManager(PolicyRewardManager):
             except (TimeUp, LateBatch):
                 alarm.disarm()
                 failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
-                found = [failure] * len(part)
+                checked = [failure] * len(part)
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- the bad sample is searched for below
                 if len(part) > 1:
                     middle = len(indices) // 2
                     waiting += [indices[middle:], indices[:middle]]
                     continue
-                found = [failure_of(error)]
+                checked = [failure_of(error)]
             else:
                 if len(values) != len(part):
                     raise RewardError(
                         f"reward {self.name}: {len(part)} samples were given, {len(values)} scores came back"
                     )
-                found = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
-            for index, outcome in zip(indices, found, strict=True):
+                checked = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
+            for index, outcome in zip(indices, checked, strict=True):
                 outcomes.add(index, outcome)
 
     def close(self) -> None:

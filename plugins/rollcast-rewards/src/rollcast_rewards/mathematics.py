@@ -66,8 +66,8 @@ class MathReward(BaseReward):
         expected = self._parse(_as_latex(truth), boxed=False)
         if not expected:
             raise RewardError(f"math needs a mathematical expression as ground truth, this is {truth!r}")
-        given = self._parse_response(sample.response)
-        return float(self._library.verify(expected, given, float_rounding=self._options[1], timeout_seconds=None))
+        answer = self._parse_response(sample.response)
+        return float(self._library.verify(expected, answer, float_rounding=self._options[1], timeout_seconds=None))
 
     def extract(self, response: str) -> str | None:
         """Return the last answer, normalized so that most equal answers are equal texts; None without an answer.
@@ -84,19 +84,19 @@ class MathReward(BaseReward):
         return text or None
 
     def _read(self, response: str) -> str | None:
-        found = self._parse_response(response)
-        if not found:
+        answer = self._parse_response(response)
+        if not answer:
             return None
-        expression = found[0]
+        expression = answer[0]
         if getattr(expression, "is_Equality", False) and getattr(expression.lhs, "is_Symbol", False):
             expression = expression.rhs
         try:
             if getattr(expression, "is_number", False) and getattr(expression, "is_real", False):
                 value = float(expression.evalf())
-                return _as_decimal(value, self._options[1]) if math.isfinite(value) else str(found[-1])
+                return _as_decimal(value, self._options[1]) if math.isfinite(value) else str(answer[-1])
             return str(expression.expand() if hasattr(expression, "expand") else expression)
         except (ArithmeticError, AttributeError, TypeError, ValueError, NotImplementedError):
-            return str(found[-1])
+            return str(answer[-1])
 
     def _parse_response(self, response: str) -> list[Any]:
         boxed_only, _, longest = self._options
@@ -109,7 +109,7 @@ class MathReward(BaseReward):
     def _parse(self, text: str, boxed: bool) -> list[Any]:
         """Return SymPy's expression and the text it was parsed from; each only if there is one."""
         # The library ends an inline formula at the end of its line; LaTeX reads that as a space.
-        text = _ENVIRONMENT.sub(lambda found: f" {_on_one_line(found[0])} ", text)
+        text = _ENVIRONMENT.sub(lambda match: f" {_on_one_line(match[0])} ", text)
         library = self._library
         latex = library.LatexExtractionConfig(boxed_match_priority=0)
         configs = [latex] if boxed else [latex, library.ExprExtractionConfig()]

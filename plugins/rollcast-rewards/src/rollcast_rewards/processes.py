@@ -142,7 +142,7 @@ class PrimeRewardManager(PolicyRewardManager):
 
     def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         waiting = self._divide(len(samples))
-        for process in [each for each in self._processes if each.is_gone]:
+        for process in [worker for worker in self._processes if worker.is_gone]:
             process.end()
             self._processes.remove(process)
         while len(self._processes) < min(self._count, len(waiting)):
@@ -193,7 +193,7 @@ class PrimeRewardManager(PolicyRewardManager):
             timeout = max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
             ready = [key.data for key, _ in selector.select(timeout)]
         now = time.monotonic()
-        late = [each for each in self._processes if each.deadline is not None and each.deadline <= now]
+        late = [worker for worker in self._processes if worker.deadline is not None and worker.deadline <= now]
         return ready + [process for process in late if process not in ready]
 
     def _handle(self, process: _Process, waiting: deque[range], outcomes: Outcomes) -> None:

@@ -50,13 +50,13 @@ class RewardWorker(Worker):
             rows: columns that :class:`~rollcast_rewards.scoring.GeneratedSamples` reads, and ``filler`` bool ``[B]``.
         """
         counted = rows[_FILLER].logical_not()
-        found: list[RewardResult | None] = [None] * len(rows)
+        results: list[RewardResult | None] = [None] * len(rows)
         if bool(counted.any()):
             wanted = counted.nonzero().flatten()
             scored = await asyncio.to_thread(self._scorer.scored, rows.select_idxs(wanted))
             for row, result in zip(wanted.tolist(), scored.non_tensor_batch[RESULTS], strict=True):
-                found[row] = result
-        return DataProto.from_dict({}, {RESULTS: found})
+                results[row] = result
+        return DataProto.from_dict({}, {RESULTS: results})
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
@@ -86,9 +86,9 @@ class RewardWorkers:
             fillers = padded.select_idxs(torch.zeros(missing, dtype=torch.int64))
             padded = DataProto.concat([padded, fillers.with_columns({_FILLER: torch.ones(missing, dtype=torch.bool)})])
         try:
-            found = self._group.score(padded)
+            results = self._group.score(padded)
         except WorkerError as error:
             if error.cause_type == RewardError.__name__:
                 raise RewardError(str(error)) from error
             raise
-        return list(found.non_tensor_batch[RESULTS])[: len(rows)]
+        return list(results.non_tensor_batch[RESULTS])[: len(rows)]

@@ -44,7 +44,7 @@ def gsm8k(sample: RewardSample) -> float:
 
 def extract_gsm8k_answer(response: str) -> Decimal | None:
     """Return the last number that directly follows a ``####``; None if there is none."""
-    found = _ANSWER.findall(response)
-    if not found:
+    answers = _ANSWER.findall(response)
+    if not answers:
         return None
-    return Decimal(found[-1].replace(",", "").replace("$", ""))
+    return Decimal(answers[-1].replace(",", "").replace("$", ""))

@@ -237,9 +237,9 @@ class RolloutRows:
     def of_final(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of the final row of each row's rollout, ``[B]``."""
         count = int(self.index.max()) + 1 if len(self.index) else 0
-        found = torch.zeros(count, dtype=values.dtype)
-        found[self.index[self.final]] = values[self.final]
-        return found[self.index]
+        column = torch.zeros(count, dtype=values.dtype)
+        column[self.index[self.final]] = values[self.final]
+        return column[self.index]
 
 
 class GeneratedSamples(Sequence[RewardSample]):
@@ -503,7 +503,7 @@ class RewardScorer:
         if rollouts is None:
             return self._scores_of(samples)
         scored = batch["is_scored"].bool()
-        given, answered = _given_results(batch), rollouts.final & scored.logical_not()
+        results, answered = _given_results(batch), rollouts.final & scored.logical_not()
         if bool(scored.any()):
             # An environment that scores had no turn to do so; the reward function is not meant for its rollouts.
             answered &= batch["finished"].bool()
@@ -511,8 +511,8 @@ class RewardScorer:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()
         for row, result in zip(rows, self._scores_of([samples[row] for row in rows]), strict=True):
-            given[row] = result if result.error else _with_rewards(result, given[row], self.reward.max_score)
-        return given
+            results[row] = result if result.error else _with_rewards(result, results[row], self.reward.max_score)
+        return results
 
     def _checked(
         self, batch: DataProto, samples: Sequence[RewardSample], results: Sequence[RewardResult]
@@ -564,12 +564,12 @@ class RewardScorer:
         for place, row in enumerate(heads):
             found_problem = by_rollout.get(index[row])
             outcomes.add(place, results[row] if found_problem is None else Failure("value", found_problem))
-        found = [
-            RewardResult(0.0, correct=False) if index[row] in by_rollout else each for row, each in enumerate(results)
+        merged = [
+            RewardResult(0.0, correct=False) if index[row] in by_rollout else entry for row, entry in enumerate(results)
         ]
         for row, result in zip(heads, outcomes.results(), strict=True):
-            found[row] = result
-        return found
+            merged[row] = result
+        return merged
 
     def _scores_of(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         if not samples:
@@ -633,17 +633,17 @@ def _given_results(batch: DataProto) -> list[RewardResult]:
     return results
 
 
-def _with_rewards(result: RewardResult, given: RewardResult, max_score: float) -> RewardResult:
+def _with_rewards(result: RewardResult, rollout_result: RewardResult, max_score: float) -> RewardResult:
     """Add the rewards that tools and environments assigned during the rollout to the reward function's result.
 
     The added rewards do not affect whether the answer counts as correct.
     """
     correct = result.score >= max_score if result.correct is None else result.correct
-    rewards = given.token_scores or ()
+    rewards = rollout_result.token_scores or ()
     scores = result.token_scores if result.token_scores is not None else [0.0] * len(rewards)
     total = [one + other for one, other in zip(scores, rewards, strict=True)]
-    extra = {**given.extra, **result.extra}
-    return replace(result, score=result.score + given.score, correct=correct, token_scores=total, extra=extra)
+    extra = {**rollout_result.extra, **result.extra}
+    return replace(result, score=result.score + rollout_result.score, correct=correct, token_scores=total, extra=extra)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

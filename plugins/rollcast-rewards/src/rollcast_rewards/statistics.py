@@ -82,13 +82,13 @@ def extract_answer(response: str) -> str | None:
     Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer. Other text, including
     numbers with leading zeros, is compared without letter case, white space and a full stop at the end.
     """
-    found = _last_boxed(response)
+    boxed = _last_boxed(response)
     for pattern in _MARKED:
-        if found is not None:
+        if boxed is not None:
             break
         matches = pattern.findall(response)
-        found = matches[-1] if matches else None
-    return _normalise(response if found is None else found)
+        boxed = matches[-1] if matches else None
+    return _normalise(response if boxed is None else boxed)
 
 
 def _last_boxed(response: str) -> str | None:
@@ -122,15 +122,15 @@ def summarize_notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             lacks counts as 0.
     """
     noted = [row for row in rows if "end" in row]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for row in noted:
         share = {f"rollout/{name}": float(value) for name, value in row.get("metrics", {}).items()}
         share[f"rollout/end/{row['end']}"] = 1.0
         if row.get("failure"):
             share[f"rollout/failures/{row['failure']['boundary']}"] = 1.0
         for name, value in share.items():
-            found[name] = found.get(name, 0.0) + value / len(noted)
-    return dict(sorted(found.items()))
+            metrics[name] = metrics.get(name, 0.0) + value / len(noted)
+    return dict(sorted(metrics.items()))
 
 
 def summarize_samples(
@@ -162,8 +162,8 @@ def summarize_samples(
     metrics = _with_intervals("val/acc", values, seed)
     sources = [str(row["data_source"]) for row in rows[::samples]]
     for source in sorted(set(sources) - {""}):
-        chosen = torch.tensor([each == source for each in sources])
-        metrics |= _with_intervals(f"val/{source}/acc", {name: each[chosen] for name, each in values.items()}, seed)
+        chosen = torch.tensor([name == source for name in sources])
+        metrics |= _with_intervals(f"val/{source}/acc", {name: column[chosen] for name, column in values.items()}, seed)
     return metrics
 
 
@@ -174,8 +174,8 @@ def _values(rows: Sequence[Mapping[str, Any]], samples: int, extract: Extractor,
     if samples == 1:
         return values
     numbers: dict[str, int] = {}
-    given = [extract(str(row["response"])) for row in rows]
-    ids = [-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in given]
+    extracted = [extract(str(row["response"])) for row in rows]
+    ids = [-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in extracted]
     answers = torch.tensor(ids).reshape(-1, samples)
     sizes = [size for size in (2**power for power in range(1, samples.bit_length())) if size < samples]
     for size in (*sizes, samples):
@@ -248,9 +248,9 @@ def majority_at_k(correct: Tensor, answers: Tensor, k: int, seed: int = 0) -> Te
 
 
 def _majority(correct: Tensor, answers: Tensor, subsets: Tensor) -> Tensor:
-    right, given = correct[:, subsets], answers[:, subsets]  # [P, S, k]
-    has_vote = given >= 0
-    votes = (given.unsqueeze(-1) == given.unsqueeze(-2)).sum(-1).masked_fill(~has_vote, 0)
+    right, picked = correct[:, subsets], answers[:, subsets]  # [P, S, k]
+    has_vote = picked >= 0
+    votes = (picked.unsqueeze(-1) == picked.unsqueeze(-2)).sum(-1).masked_fill(~has_vote, 0)
     # All winning answers occur equally often, so the mean over their samples weights them equally.
     wins = (votes == votes.amax(-1, keepdim=True)) & has_vote
     return ((right * wins).sum(-1) / wins.sum(-1).clamp(min=1)).mean(-1)

@@ -102,8 +102,8 @@ class _Batch:
 
     def describe(self) -> str:
         """Return the arguments with the types of their values, for messages."""
-        found = [f"{name}: {self.size} x {_type_of(values)}" for name, values in self.arguments.items()]
-        return ", ".join((*found, *_PER_CALL))
+        arguments = [f"{name}: {self.size} x {_type_of(values)}" for name, values in self.arguments.items()]
+        return ", ".join((*arguments, *_PER_CALL))
 
     def row(self, index: int) -> str:
         """Return the arguments of one sample, shortened, for messages."""
@@ -118,22 +118,29 @@ class _Function:
         label: name in metrics.
     """
 
-    def __init__(self, found: UserFunction, label: str) -> None:
-        self.label, self.path = label, found.label
-        self.is_async = is_async_callable(found.call)
-        self._call = found.call
-        signature = signature_of(found, _KEY)
+    def __init__(self, function: UserFunction, label: str) -> None:
+        self.label, self.path = label, function.label
+        self.is_async = is_async_callable(function.call)
+        self._call = function.call
+        signature = signature_of(function, _KEY)
         self._takes_all = takes_any_keyword(signature)
         self._parameters = {
-            name: each for name, each in signature.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD
+            name: parameter
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
         if "completions" not in self._parameters and not self._takes_all:
             raise ConfigError(
-                f"{_KEY}: {found.path}{signature} does not take completions, so it is no function for TRL; functions "
+                f"{_KEY}: {function.path}{signature} does not take completions, so it is no function for TRL; "
+                "functions "
                 "of one sample or with verl's signature belong to reward=function"
             )
-        if refused := [name for name, each in self._parameters.items() if each.kind is each.POSITIONAL_ONLY]:
-            raise ConfigError(f"{_KEY}: {found.path}{signature} has positional-only parameters: {', '.join(refused)}")
+        if refused := [
+            name for name, parameter in self._parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY
+        ]:
+            raise ConfigError(
+                f"{_KEY}: {function.path}{signature} has positional-only parameters: {', '.join(refused)}"
+            )
 
     def start(self, batch: _Batch) -> tuple[Any, _Logged]:
         """Call the function; return what it returned, an awaitable if it is asynchronous, and its log.
@@ -149,9 +156,9 @@ class _Function:
             "log_metric": logged.log_metric,
         }
         self._check_columns(offered, batch)
-        given = {name: value for name, value in offered.items() if self._takes_all or name in self._parameters}
+        arguments = {name: value for name, value in offered.items() if self._takes_all or name in self._parameters}
         try:
-            return self._call(**given), logged
+            return self._call(**arguments), logged
         except Exception as error:
             raise self._failed(error, batch) from error
 
@@ -191,8 +198,10 @@ class _Function:
     def _check_columns(self, offered: Mapping[str, Any], batch: _Batch) -> None:
         missing = [
             name
-            for name, each in self._parameters.items()
-            if each.default is each.empty and each.kind is not each.VAR_POSITIONAL and name not in offered
+            for name, parameter in self._parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind is not parameter.VAR_POSITIONAL
+            and name not in offered
         ]
         if missing:
             columns = [name for name in batch.arguments if name not in _PER_SAMPLE]
@@ -243,9 +252,11 @@ class TrlReward(BaseReward):
         if not paths:
             raise ConfigError(f"{_KEY} is empty; give at least one function as {FORM}")
         self._correct_from = correct_from
-        found = [_find(path, f"{_KEY}[{place}]") for place, path in enumerate(paths)]
-        self._paths = [each.path for each in found]
-        self._functions = [_Function(each, label) for each, label in zip(found, _labels(found), strict=True)]
+        functions = [_find(path, f"{_KEY}[{place}]") for place, path in enumerate(paths)]
+        self._paths = [function.path for function in functions]
+        self._functions = [
+            _Function(function, label) for function, label in zip(functions, _labels(functions), strict=True)
+        ]
         self._weights = _weights(reward_weights, paths)
         self.max_score = sum(max(weight, 0.0) for weight in self._weights)
         #: Held during synchronous functions, which may not be made for several threads.
@@ -349,21 +360,21 @@ def _find(path: Any, key: str) -> UserFunction:
     return UserFunction(path, path, path, plugin)
 
 
-def _labels(found: Sequence[UserFunction]) -> Iterator[str]:
+def _labels(functions: Sequence[UserFunction]) -> Iterator[str]:
     seen: Counter[str] = Counter()
-    for each in found:
-        seen[each.name] += 1
-        yield each.name if seen[each.name] == 1 else f"{each.name}_{seen[each.name]}"
+    for function in functions:
+        seen[function.name] += 1
+        yield function.name if seen[function.name] == 1 else f"{function.name}_{seen[function.name]}"
 
 
-def _weights(given: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
-    if given is None:
+def _weights(asked: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
+    if asked is None:
         return [1.0] * len(paths)
     # A user's YAML may hold a number or a text here.
-    value: Any = given
+    value: Any = asked
     weights = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not all(is_weight(weight) for weight in weights) or len(weights) != len(paths):
-        raise ConfigError(f"{_WEIGHTS} is {given!r}; it needs one number for each of {', '.join(paths)}")
+        raise ConfigError(f"{_WEIGHTS} is {asked!r}; it needs one number for each of {', '.join(paths)}")
     return [float(weight) for weight in weights]
 
 
@@ -377,7 +388,9 @@ def _split(sample: RewardSample) -> tuple[str | Conversation, str | Conversation
         messages = [*prompt, {"role": "assistant", "content": sample.response}]
     if not _starts_with(messages, prompt):
         # An environment began the conversation in its own way.
-        first = next((place for place, each in enumerate(messages) if each.get("role") == "assistant"), len(messages))
+        first = next(
+            (place for place, message in enumerate(messages) if message.get("role") == "assistant"), len(messages)
+        )
         return messages[:first], messages[first:]
     if prompt and prompt[-1].get("role") == "assistant":
         # A prefill: as in TRL, the completion's first message has it and the reply that continues it.

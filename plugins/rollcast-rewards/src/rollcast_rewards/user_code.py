@@ -72,7 +72,7 @@ def _existing(text: str, key: str) -> Path:
     file = Path(text).expanduser().absolute()
     if not file.is_file():
         folder = file.parent
-        names = sorted(each.name for each in folder.glob("*.py")) if folder.is_dir() else []
+        names = sorted(path.name for path in folder.glob("*.py")) if folder.is_dir() else []
         near = difflib.get_close_matches(file.name, names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else f"; Python files there: {', '.join(names) or 'none'}"
         raise ConfigError(f"{key}: {file} does not exist{hint}")
@@ -110,9 +110,9 @@ def _import_file(file: Path, key: str) -> ModuleType:
 def _attribute(module: ModuleType, place: str, name: str, key: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         functions = sorted(
-            each
-            for each, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+            variable
+            for variable, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not variable.startswith("_")
         )
         raise ConfigError(f"{key}: {place} has no {name!r}; its functions: {', '.join(functions) or 'none'}")
     function = getattr(module, name)

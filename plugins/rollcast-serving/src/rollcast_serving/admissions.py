@@ -65,17 +65,17 @@ class WindowedFifo(BaseAdmission):
         return self._limit - len(view.groups) - min(view.in_training, self.settings.groups_per_step)
 
     def select(self, view: AdmissionView, count: int) -> Selection:
-        if sum(each.is_finished for each in view.groups) < count:
+        if sum(group.is_finished for group in view.groups) < count:
             return Selection()
         left, window = list(view.groups), self.window
-        taken: list[int] = []
-        while len(taken) < count:
+        finished: list[int] = []
+        while len(finished) < count:
             last = left[0].number + window
-            place = next((place for place, each in enumerate(left) if each.is_finished or each.number >= last), None)
+            place = next((place for place, group in enumerate(left) if group.is_finished or group.number >= last), None)
             if place is None or left[place].number >= last:
                 return Selection()
-            taken.append(left.pop(place).number)
-        return Selection(tuple(taken))
+            finished.append(left.pop(place).number)
+        return Selection(tuple(finished))
 
 
 class Capacity(BaseAdmission):
@@ -109,11 +109,11 @@ class Drop(BaseAdmission):
 
     def select(self, view: AdmissionView, count: int) -> Selection:
         oldest = view.version - self.settings.max_staleness
-        fresh = [each for each in view.groups if each.version >= oldest]
-        old = tuple(each.number for each in view.groups if each.version < oldest and each.is_finished)
+        fresh = [group for group in view.groups if group.version >= oldest]
+        old = tuple(group.number for group in view.groups if group.version < oldest and group.is_finished)
         return Selection(_first_ended(fresh, count), old)
 
 
 def _first_ended(groups: Sequence[StartedGroup], count: int) -> tuple[int, ...]:
-    ended = sorted((each.finished_as, each.number) for each in groups if each.finished_as is not None)
+    ended = sorted((group.finished_as, group.number) for group in groups if group.finished_as is not None)
     return tuple(number for _, number in ended[:count]) if len(ended) >= count else ()

@@ -41,10 +41,10 @@ def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
     """Return a JSON-like entry without checksum for each tensor, and the size of the buffer in bytes (at least 1)."""
     entries: list[dict[str, Any]] = []
     offset = 0
-    for each in bucket:
-        dtype, shape = str(each.dtype).removeprefix("torch."), list(each.tensor.shape)
-        entries.append({"name": each.name, "dtype": dtype, "shape": shape, "offset": offset})
-        offset += -(-each.size // _ALIGNMENT) * _ALIGNMENT
+    for weight in bucket:
+        dtype, shape = str(weight.dtype).removeprefix("torch."), list(weight.tensor.shape)
+        entries.append({"name": weight.name, "dtype": dtype, "shape": shape, "offset": offset})
+        offset += -(-weight.size // _ALIGNMENT) * _ALIGNMENT
     return entries, max(offset, 1)
 
 
@@ -64,13 +64,13 @@ def fill(flat: Tensor, entries: Sequence[dict[str, Any]], bucket: Sequence[Outgo
     """
     from rollcast.protocol import copy_with_checksum
 
-    far = room.cast([each for each in bucket if each.tensor.device != flat.device])
+    far = room.cast([item for item in bucket if item.tensor.device != flat.device])
     named: list[tuple[str, Tensor]] = []
-    for each, entry in zip(bucket, entries, strict=True):
-        source = each.tensor if each.tensor.device == flat.device else next(far)[1]
+    for weight, entry in zip(bucket, entries, strict=True):
+        source = weight.tensor if weight.tensor.device == flat.device else next(far)[1]
         place = view_tensor(flat, entry)
         entry["checksum"] = copy_with_checksum(place, source)
-        named.append((each.name, place))
+        named.append((weight.name, place))
     return WeightBucket(named, {entry["name"]: entry["checksum"] for entry in entries})
 
 

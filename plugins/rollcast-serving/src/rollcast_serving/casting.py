@@ -66,7 +66,9 @@ class WeightCast:
         attributes = ["_keep_in_fp32_modules_strict"]
         if dtype == "float16":  # transformers keeps these in float32 because they need a wider range than float16 has
             attributes.append("_keep_in_fp32_modules")
-        return cls(dtype, frozenset(name for each in attributes for name in getattr(model_class, each, None) or ()))
+        return cls(
+            dtype, frozenset(name for attribute in attributes for name in getattr(model_class, attribute, None) or ())
+        )
 
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a weight is sent."""
@@ -117,7 +119,7 @@ class CastRoom:
     def cast(self, bucket: Sequence[Outgoing]) -> Iterator[tuple[str, Tensor]]:
         """Yield a bucket's tensors as they are sent; the next cast may overwrite them."""
         self._used = 0
-        capacity = sum(-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in bucket if each.is_cast)
+        capacity = sum(-(-weight.size // _ALIGNMENT) * _ALIGNMENT for weight in bucket if weight.is_cast)
         for name, tensor, dtype in bucket:
             yield name, tensor.detach() if dtype == tensor.dtype else self._put(tensor, dtype, capacity)
 

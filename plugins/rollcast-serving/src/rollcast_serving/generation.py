@@ -114,21 +114,21 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
     sequences = [output.sequences[0] for output in outputs]
     for index, sequence in enumerate(sequences):
         _check(index, sequence, max_tokens)
-    versions = [np.asarray(each.weight_versions if len(each.weight_versions) else (-1,)) for each in sequences]
+    versions = [np.asarray(item.weight_versions if len(item.weight_versions) else (-1,)) for item in sequences]
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
-    responses = Jagged.from_lengths(_joined([each.token_ids for each in sequences], np.int32), lengths)
-    given = Jagged.of(prompts["prompts"], "prompts")
-    routed = joined_routes([each.routed_experts for each in sequences], (given.lengths + lengths).tolist())
+    responses = Jagged.from_lengths(_joined([item.token_ids for item in sequences], np.int32), lengths)
+    prompt_ids = Jagged.of(prompts["prompts"], "prompts")
+    routed = joined_routes([item.routed_experts for item in sequences], (prompt_ids.lengths + lengths).tolist())
     return DataProto.from_dict(
         {
             **({} if routed is None else {ROUTED_EXPERTS: routed.column()}),
-            "prompts": given.like(given.values.to(torch.int32)),
+            "prompts": prompt_ids.like(prompt_ids.values.to(torch.int32)),
             "responses": responses.column(),
             "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
-            "rollout_log_probs": responses.like(_joined([each.log_probs for each in sequences], np.float32)),
+            "rollout_log_probs": responses.like(_joined([item.log_probs for item in sequences], np.float32)),
             "finished": torch.tensor([sequence.finish_reason == "stop" for sequence in sequences], dtype=torch.bool),
-            "rollout_weight_version": torch.tensor([int(each[-1]) for each in versions], dtype=torch.int64),
-            "rollout_weight_version_min": torch.tensor([int(each.min()) for each in versions], dtype=torch.int64),
+            "rollout_weight_version": torch.tensor([int(version[-1]) for version in versions], dtype=torch.int64),
+            "rollout_weight_version_min": torch.tensor([int(version.min()) for version in versions], dtype=torch.int64),
         }
     )
 

@@ -63,12 +63,12 @@ class ReplicaCheck(BaseHealthCheck):
         owner = rollouts.find(name).distribution
         names = list(dict.fromkeys(["rollcast", "rollcast-serving", *([owner] if owner else [])]))
         added = setup.get(f"{section}.replica.env", {})
-        found = _ask(python, {"distributions": names, "rollout": name, "config": _as_replica(setup, section)}, added)
-        if isinstance(found, str):
-            yield problem(key, f"{python} does not work: {found}", f"make the environment anew, or give another {key}")
+        answer = _ask(python, {"distributions": names, "rollout": name, "config": _as_replica(setup, section)}, added)
+        if isinstance(answer, str):
+            yield problem(key, f"{python} does not work: {answer}", f"make the environment anew, or give another {key}")
             return
-        yield from _compare(key, python, found)
-        for row in found["findings"]:
+        yield from _compare(key, python, answer)
+        for row in answer["findings"]:
             yield Finding(
                 f"{section}: {row['name']}",
                 row["state"],
@@ -77,22 +77,22 @@ class ReplicaCheck(BaseHealthCheck):
             )
 
 
-def _compare(key: str, python: str, found: Mapping[str, Any]) -> Iterator[Finding]:
+def _compare(key: str, python: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about the versions of an environment, against those here."""
-    wrong = {name: version for name, version in found["versions"].items() if version != _version(name)}
+    wrong = {name: version for name, version in answer["versions"].items() if version != _version(name)}
     for name, version in wrong.items():
         there = "is not installed" if version is None else f"has version {version}"
         mend = f"{python} -m pip install '{name}=={_version(name)}'"
         yield problem(key, f"{name} {there} in the environment of {python}; here it has {_version(name)}", mend)
-    if "error" in found:
+    if "error" in answer:
         mend = f"{python} -m pip check, then reinstall what it names"
-        yield problem(key, f"the checks of the rollout do not run in {python}: {found['error']}", mend)
+        yield problem(key, f"the checks of the rollout do not run in {python}: {answer['error']}", mend)
     here = platform.python_version()
-    if found["python"].rpartition(".")[0] != here.rpartition(".")[0]:
+    if answer["python"].rpartition(".")[0] != here.rpartition(".")[0]:
         mend = f"make the environment with Python {here.rpartition('.')[0]}, unless the engine has no release for it"
-        yield warning(key, f"{python} is Python {found['python']}; here it is {here}", mend)
+        yield warning(key, f"{python} is Python {answer['python']}; here it is {here}", mend)
     elif not wrong:
-        yield ok(key, f"{python}: Python {found['python']}, the same rollcast as here")
+        yield ok(key, f"{python}: Python {answer['python']}, the same rollcast as here")
 
 
 def _version(name: str) -> str | None:
@@ -130,8 +130,8 @@ def _ask(python: str, request: Mapping[str, Any], env: Mapping[str, str]) -> dic
         if not answer.is_file():
             last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
             return f"it ended with exit status {done.returncode}: {last[0]}"
-        found: dict[str, Any] = json.loads(answer.read_text())
-        return found
+        content: dict[str, Any] = json.loads(answer.read_text())
+        return content
 
 
 def engine_findings(rollout: str, config: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -148,4 +148,4 @@ def engine_findings(rollout: str, config: Mapping[str, Any]) -> list[dict[str, s
     rollouts.get(rollout)
     setup = HealthSetup(config)
     own = [name for name in health_checks if health_checks.find(name).distribution == owner]
-    return [asdict(each) for name in own for each in health_checks.get(name)().run(setup)]
+    return [asdict(finding) for name in own for finding in health_checks.get(name)().run(setup)]

@@ -66,7 +66,7 @@ class InFlightRollout(BaseRollout):
             if not was_cut:
                 return output
             rows = enumerate(output.sequences)
-            sequences = await asyncio.gather(*(self._go_on(request, place, each) for place, each in rows))
+            sequences = await asyncio.gather(*(self._go_on(request, place, sequence) for place, sequence in rows))
             return replace(output, sequences=sequences)
         finally:
             self._known.discard(request.request_id)
@@ -89,20 +89,20 @@ class InFlightRollout(BaseRollout):
                 self._idle.set()
         return replace(output, request_id=request.request_id), self._interrupts and not self._open.is_set()
 
-    async def _go_on(self, request: RolloutRequest, place: int, found: RolloutSequence) -> RolloutSequence:
+    async def _go_on(self, request: RolloutRequest, place: int, sequence: RolloutSequence) -> RolloutSequence:
         """Return a sequence of a request, completed after updates cut it."""
         was_cut = True
-        while was_cut and found.finish_reason == "abort" and request.request_id not in self._ended:
-            kept = max(len(found.token_ids) - _overlap(request), 0)
-            head = _first(found, kept)
-            sampling = replace(request.sampling, n=1, max_tokens=request.sampling.max_tokens - kept)
+        while was_cut and sequence.finish_reason == "abort" and request.request_id not in self._ended:
+            length = max(len(sequence.token_ids) - _overlap(request), 0)
+            head = _first(sequence, length)
+            sampling = replace(request.sampling, n=1, max_tokens=request.sampling.max_tokens - length)
             tokens = array("i", as_tokens(request.prompt_ids).tobytes()) + array(
                 "i", as_tokens(head.token_ids).tobytes()
             )
-            seed = None if request.seed is None else _derived(request.seed, place, kept)
+            seed = None if request.seed is None else _derived(request.seed, place, length)
             output, was_cut = await self._generate(replace(request, prompt_ids=tokens, sampling=sampling, seed=seed))
-            found = _joined(head, output.sequences[0])
-        return found
+            sequence = _joined(head, output.sequences[0])
+        return sequence
 
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load a whole model while no request is in flight; see the contract for errors."""

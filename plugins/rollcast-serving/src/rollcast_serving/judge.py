@@ -69,8 +69,8 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
         if key in config.rollout:
             raise ConfigError(f"{_SECTION}.{key} is not used: the judge's weights are fixed; remove the key")
     rollout_class = rollouts.get(str(name), requested_by=f"{_SECTION}.name")
-    given = {"temperature": 0.0, **config.rollout, "mode": RolloutMode.STANDALONE.value}
-    built: Any = build_section(rollout_class.config_schema, given, _SECTION, closed=True)
+    sampling = {"temperature": 0.0, **config.rollout, "mode": RolloutMode.STANDALONE.value}
+    built: Any = build_section(rollout_class.config_schema, sampling, _SECTION, closed=True)
     capabilities = rollout_class.capabilities
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     check_quantization(built, rollout_class, _SECTION)
@@ -162,6 +162,6 @@ class ServedJudge(Judge):
         if isinstance(messages, str):
             return array("i", encode_texts(tokenizer, [messages])[0])
         if tokenizer.chat_template is None:
-            return array("i", encode_texts(tokenizer, ["\n".join(str(each["content"]) for each in messages)])[0])
+            return array("i", encode_texts(tokenizer, ["\n".join(str(message["content"]) for message in messages)])[0])
         text = ChatTemplate(tokenizer, "judge.model.path").prompt(messages)
         return array("i", tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -262,5 +262,5 @@ def find_cause(log: str, message: str) -> str:
 
     Engines start processes of their own, and say of their failure that the root cause is above.
     """
-    found = [match[0].strip() for match in _EXCEPTION.finditer(log)]
-    return next((each[:_LONGEST_CAUSE] for each in reversed(found) if each.partition(": ")[2] not in message), "")
+    causes = [match[0].strip() for match in _EXCEPTION.finditer(log)]
+    return next((cause[:_LONGEST_CAUSE] for cause in reversed(causes) if cause.partition(": ")[2] not in message), "")

@@ -31,7 +31,7 @@ class LoadFigures:
         self._preemptions += new if new >= 0 else load.preemptions
         self._usage = max(self._usage, load.kv_cache_usage)
         for name in self._peaks:
-            self._peaks[name] = max(self._peaks[name], sum(getattr(each, name) for each in self._last.values()))
+            self._peaks[name] = max(self._peaks[name], sum(getattr(figures, name) for figures in self._last.values()))
         self._heard = True
 
     def take(self, caps: Sequence[int]) -> dict[str, float]:

@@ -103,10 +103,10 @@ class _Job:
 
     def groups(self) -> list[_Group]:
         """Return the requests grouped by prompt, longest prompts first."""
-        found: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
+        places: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
         for index, request in enumerate(self.requests):
-            found.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
-        groups = [_Group(self, tuple(indices)) for indices in found.values()]
+            places.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
+        groups = [_Group(self, tuple(indices)) for indices in places.values()]
         return sorted(groups, key=lambda group: -len(self.requests[group.indices[0]].prompt_ids))
 
 
@@ -125,7 +125,7 @@ class _Group:
 def _is_empty_cut(answer: RolloutOutput | RollcastError) -> bool:
     """Return True if a request was cut before a token was sampled."""
     return isinstance(answer, RolloutOutput) and any(
-        each.finish_reason == "abort" and not len(each.token_ids) for each in answer.sequences
+        sequence.finish_reason == "abort" and not len(sequence.token_ids) for sequence in answer.sequences
     )
 
 
@@ -361,17 +361,17 @@ class ServerManager:
         if not send.cancelled() and (error := send.exception()) is not None:
             job.fail(error)
 
-    async def _send(self, place: int, job: _Job, taken: Sequence[int]) -> None:
-        replica, left = self._replicas[place], dict.fromkeys(taken)
+    async def _send(self, place: int, job: _Job, places: Sequence[int]) -> None:
+        replica, left = self._replicas[place], dict.fromkeys(places)
         try:
             async with contextlib.aclosing(
-                replica.client.generate([job.requests[index] for index in taken])
+                replica.client.generate([job.requests[index] for index in places])
             ) as answers:
                 async for number, output in answers:
-                    del left[taken[number]]
-                    self._window.finish(place, job.sequences([taken[number]]))
+                    del left[places[number]]
+                    self._window.finish(place, job.sequences([places[number]]))
                     self._pump_soon()
-                    job.answer(taken[number], output)
+                    job.answer(places[number], output)
         except ReplicaGoneError as error:
             await self._lose(replica, error)
             for index in left:

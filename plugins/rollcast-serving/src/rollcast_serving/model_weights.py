@@ -78,7 +78,7 @@ class ModelWeights:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts, in ascending order; empty for a dense model."""
-        return tuple(sorted({int(found[1]) for name in self.shapes if (found := _EXPERTS.search(name))}))
+        return tuple(sorted({int(match[1]) for name in self.shapes if (match := _EXPERTS.search(name))}))
 
 
 @dataclass
@@ -139,7 +139,7 @@ def check_adapter(adapter: AdapterWeights, model: ModelWeights) -> None:
         raise WeightSyncError("the adapter has no tensors")
     rank = int(adapter.config["r"])
     for name, tensor in adapter.tensors.items():
-        half = next((each for each in (_LORA_A, _LORA_B) if name.endswith(each)), "")
+        half = next((suffix for suffix in (_LORA_A, _LORA_B) if name.endswith(suffix)), "")
         module = name.removeprefix(_PREFIX).removesuffix(half)
         shape = model.shapes.get(f"{module}.weight")
         if not half or not name.startswith(_PREFIX) or shape is None or len(shape) != 2:

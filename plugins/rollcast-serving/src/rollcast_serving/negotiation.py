@@ -149,14 +149,14 @@ def check_world_sizes(
     Raises:
         CapabilityError: there are too many; the message names the plugin, its limit, and the key to change.
     """
-    for key, name, limit, found, role in (
+    for key, name, limit, asked, role in (
         ("actor.engine.name", choice.engine, engine.max_world_size, ranks, "actor"),
         ("rollout.name", choice.rollout, rollout.max_world_size, processes, "rollout"),
     ):
-        if limit is not None and found > limit:
+        if limit is not None and asked > limit:
             raise CapabilityError(
                 f"{key}={name} runs on at most {limit} rank{'s' * (limit != 1)} (capabilities.max_world_size), but "
-                f"the pool of role {role} has {found}; give it a pool of {limit} in placement.pools, or choose another"
+                f"the pool of role {role} has {asked}; give it a pool of {limit} in placement.pools, or choose another"
             )
 
 

@@ -130,8 +130,8 @@ class _Api:
         self, index: int, sequence: RolloutSequence, sampling: SamplingParams, asked: ChatRequest | CompletionRequest
     ) -> dict[str, Any]:
         ids, reason, chat = list(sequence.token_ids), sequence.finish_reason, isinstance(asked, ChatRequest)
-        kept = cut_stop_token(ids, reason, sampling.stop_token_ids)
-        text = cut_text(self.chat_model.text(kept), sampling.stop)
+        text_ids = cut_stop_token(ids, reason, sampling.stop_token_ids)
+        text = cut_text(self.chat_model.text(text_ids), sampling.stop)
         entry = None
         if asked.wants_log_probs:
             names = [str(self.chat_model.tokenizer.decode([token])) for token in ids]

@@ -51,8 +51,8 @@ def cut_text(text: str, stops: Sequence[str]) -> str:
 
 def cut_stop_token(ids: Ids, finish_reason: str, stop_ids: Container[int]) -> Ids:
     """Return the ids without the stop token at their end, whose text is not part of an answer."""
-    kept: Ids = ids[:-1] if finish_reason == "stop" and len(ids) and int(ids[-1]) in stop_ids else ids
-    return kept
+    text_ids: Ids = ids[:-1] if finish_reason == "stop" and len(ids) and int(ids[-1]) in stop_ids else ids
+    return text_ids
 
 
 def log_probs_entry(

@@ -157,8 +157,8 @@ async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], parent: _Parent,
     openai, openai_port = await _listen(openai_app, "127.0.0.1")
     parent.tell({"port": port, "openai_port": openai_port})
     await stopping.wait()
-    for each in (runner, openai):
-        await each.cleanup()
+    for server in (runner, openai):
+        await server.cleanup()
     return code
 
 

@@ -29,13 +29,13 @@ class _Errand:
         if not self.result.set_running_or_notify_cancel():
             return
         try:
-            found = self.call()
+            value = self.call()
         except BaseException as error:
             self.result.set_exception(error)
             if not isinstance(error, RollcastError):
                 raise
         else:
-            self.result.set_result(found)
+            self.result.set_result(value)
 
 
 class ReplicaLoop:

@@ -133,11 +133,11 @@ class Canary:
 
     def describe_tolerance(self) -> str:
         """Return the tolerance with its key, and the reason for a default."""
-        told = f"rollout.canary.tolerance={self.tolerance:g}"
+        limit = f"rollout.canary.tolerance={self.tolerance:g}"
         if self.config.tolerance is not None:
-            return told
+            return limit
         actor, rollout = self.actor_dtype or "an unknown dtype", self.rollout_dtype or "an unknown dtype"
-        return f"{told}, the default for an actor in {actor} and a rollout in {rollout}"
+        return f"{limit}, the default for an actor in {actor} and a rollout in {rollout}"
 
 
 class ReplicaSampler(Sampler):
@@ -228,7 +228,7 @@ class ReplicaSampler(Sampler):
             dead = {index: error for index, error in failed.items() if not isinstance(error, SyncInterruptedError)}
             if dead:
                 self.replicas.replace_dead(dead)
-            waiting = [each for each in waiting if each.index in failed and each.index not in dead]
+            waiting = [job for job in waiting if job.index in failed and job.index not in dead]
             again = True
         return self._sent
 

@@ -125,9 +125,9 @@ class SlidingWindow(Generic[T]):
 
     def withdraw(self, unwanted: Callable[[T], bool]) -> list[T]:
         """Remove entries from the queue and return them."""
-        taken = [entry for entry, _ in self._queue if unwanted(entry)]
+        entries = [entry for entry, _ in self._queue if unwanted(entry)]
         self._queue = deque((entry, size) for entry, size in self._queue if not unwanted(entry))
-        return taken
+        return entries
 
     def occupy(self, place: int, sequences: int) -> None:
         """Count sequences that were sent to a replica past the queue."""
@@ -148,13 +148,13 @@ class SlidingWindow(Generic[T]):
         return self._fill({place: min(share, self._lanes[place].room()) for place in idle})
 
     def _fill(self, rooms: dict[int, int]) -> list[tuple[int, T]]:
-        taken: list[tuple[int, T]] = []
+        entries: list[tuple[int, T]] = []
         while self._queue and rooms:
-            place = max(rooms, key=lambda each: (rooms[each], -self._lanes[each].in_flight))
+            place = max(rooms, key=lambda lane: (rooms[lane], -self._lanes[lane].in_flight))
             if rooms[place] <= 0:
                 break
             entry, sequences = self._queue.popleft()
             rooms[place] -= sequences
             self._lanes[place].in_flight += sequences
-            taken.append((place, entry))
-        return taken
+            entries.append((place, entry))
+        return entries

@@ -60,8 +60,8 @@ def check_token(request: web.Request, token: str) -> None:
     Raises:
         web.HTTPUnauthorized: the header ``Authorization: Bearer TOKEN`` is missing or wrong.
     """
-    given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    header = request.headers.get("Authorization", "")
+    if not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
         raise web.HTTPUnauthorized(text="this endpoint needs the replica's token: Authorization: Bearer TOKEN\n")
 
 

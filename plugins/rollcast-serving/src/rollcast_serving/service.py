@@ -111,9 +111,9 @@ class GroupQueue(Generic[T, R]):
         selection = self.admission.select(self._view(), count)
         for number in selection.drop:
             self._dropped.append(self._remove(number).task)
-        taken = [self._remove(number) for number in selection.take]
-        self._in_training += len(taken)
-        return taken
+        groups = [self._remove(number) for number in selection.take]
+        self._in_training += len(groups)
+        return groups
 
     def take_dropped(self) -> list[T]:
         """Return the tasks that were dropped since the last call."""
@@ -166,9 +166,9 @@ class RolloutService(Generic[T, R]):
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            if taken := self.queue.take(count):
+            if groups := self.queue.take(count):
                 self._start()
-                return taken
+                return groups
             self._start()  # dropped groups make room
             await self._changed.wait()
 
@@ -183,8 +183,8 @@ class RolloutService(Generic[T, R]):
         if self._idle_since is not None:
             self._idle_s += now - self._idle_since
             self._idle_since = now
-        found, self._idle_s = self._idle_s, 0.0
-        return found
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
 
     async def close(self) -> None:
         """Cancel running groups."""

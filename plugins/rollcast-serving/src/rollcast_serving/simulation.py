@@ -119,7 +119,7 @@ def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: 
         window.open(place, EngineLoad(limit))
     numbers = list(range(len(lengths)))
     groups = [tuple(numbers[start : start + group]) for start in range(0, len(numbers), group)]
-    window.submit((each, len(each)) for each in groups)
+    window.submit((member, len(member)) for member in groups)
     due = [-1.0] * replicas  # time of the next end that is already scheduled
     order = itertools.count()  # keeps events of equal time in the order of their creation
     events: list[tuple[float, int, str, int, tuple[int, ...]]] = []
@@ -128,8 +128,8 @@ def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: 
         heapq.heappush(events, (time, next(order), kind, place, what))
 
     def send(time: float) -> None:
-        for place, each in window.assign():
-            at(time + latency, "arrive", place, each)
+        for place, job in window.assign():
+            at(time + latency, "arrive", place, job)
 
     send(0.0)
     now = 0.0
@@ -274,8 +274,8 @@ class TrainingSimulation:
             now, _, kind, place = heapq.heappop(self._events)
             if kind == "trained":
                 self._at(self.trainer.sync(now), "synced", 0)
-                for each in range(len(self.engines)):  # a sync may hold up what is under way
-                    self._look(each)
+                for engine in range(len(self.engines)):  # a sync may hold up what is under way
+                    self._look(engine)
             elif kind == "synced":
                 trained += 1
                 self.queue.publish(self.queue.version + 1)
@@ -309,9 +309,9 @@ class TrainingSimulation:
             self._left[number] = len(lengths)
             self.window.submit([(tuple(range(first, first + len(lengths))), len(lengths))])
         for place, sequences in self.window.assign():
-            for each in sequences:
-                self.tokens += self._lengths[each]
-                self.engines[place].take(each, self._lengths[each], now)
+            for sequence in sequences:
+                self.tokens += self._lengths[sequence]
+                self.engines[place].take(sequence, self._lengths[sequence], now)
             self._look(place)
 
     def _finish(self, place: int, now: float) -> None:
@@ -337,12 +337,12 @@ class TrainingSimulation:
 
     def _take(self, now: float) -> None:
         settings = self.queue.admission.settings
-        if self._waits_since is None or not (taken := self.queue.take(settings.groups_per_step)):
+        if self._waits_since is None or not (groups := self.queue.take(settings.groups_per_step)):
             return
-        ages = tuple(self.queue.version - each.version for each in taken)
+        ages = tuple(self.queue.version - group.version for group in groups)
         self.steps.append(SimulatedStep(now - self._waits_since, now, ages))
         self._waits_since = None
-        self._at(self.trainer.train(now, [each.task for each in taken]), "trained", 0)
+        self._at(self.trainer.train(now, [group.task for group in groups]), "trained", 0)
 
     def _at(self, time: float, kind: str, place: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, place))

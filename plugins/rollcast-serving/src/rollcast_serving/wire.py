@@ -151,7 +151,7 @@ def decode_requests(data: bytes) -> list[RolloutRequest]:
     """
     try:
         message = unpack(data)
-        samplings = [_sampling(each) for each in message["samplings"]]
+        samplings = [_sampling(sampling) for sampling in message["samplings"]]
         return [
             RolloutRequest(str(name), ids, samplings[number], seed, {"image": tuple(images[0])} if images else None)
             for prompt, number, members, *images in message["groups"]
@@ -282,8 +282,8 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 def decode_error(data: Mapping[str, Any], where: str) -> RollcastError:
     """Return an error from plain data, of the nearest class known here and prefixed with its origin."""
-    found = getattr(errors, str(data.get("kind")), None)
-    kind = found if isinstance(found, type) and issubclass(found, RollcastError) else RolloutError
+    error_class = getattr(errors, str(data.get("kind")), None)
+    kind = error_class if isinstance(error_class, type) and issubclass(error_class, RollcastError) else RolloutError
     message = f"{where}: {data.get('message')}"
     if issubclass(kind, errors.WeightSyncError):
         return kind(message, tensor=str(data.get("tensor", "")))

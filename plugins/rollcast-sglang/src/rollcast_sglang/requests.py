@@ -51,7 +51,7 @@ class Job(BaseJob):
     def finish(self, row: Row, sequence: RolloutSequence) -> None:
         """Store one sequence; the last one answers the request."""
         row.sequence, row.is_over = sequence, True
-        sequences = [each.sequence for each in self.rows if each.sequence is not None]
+        sequences = [entry.sequence for entry in self.rows if entry.sequence is not None]
         if len(sequences) == len(self.rows):
             self.answer(sequences)
 

@@ -77,7 +77,7 @@ class AdvantageSuite:
         for group in sorted(set(whole.group_ids.tolist())):
             rows = whole.group_ids == group
             longest = int((whole.response_mask[rows] != 0).nonzero()[:, 1].max()) + 1
-            given = {
+            arguments = {
                 name: column[rows][:, :longest] if column.dim() > 1 else column[rows]
                 for name, column in whole.columns.items()
             }
@@ -86,11 +86,11 @@ class AdvantageSuite:
                 token_level_rewards=whole.token_level_rewards[rows][:, :longest],
                 response_mask=whole.response_mask[rows][:, :longest],
                 group_ids=torch.zeros(int(rows.sum()), dtype=torch.int64),
-                columns=given,
+                columns=arguments,
             )
-            found = estimator(part)
+            result = estimator(part)
             for name in _OUTPUTS:
-                left, right = getattr(found, name), getattr(expected, name)[rows][:, :longest]
+                left, right = getattr(result, name), getattr(expected, name)[rows][:, :longest]
                 same = torch.allclose(left, right, rtol=1e-6, atol=1e-6)
                 assert same, f"{name} of a group depend on other groups, though the estimator declares by_group"
 
@@ -236,11 +236,11 @@ class AdvantageSuite:
         equal = torch.full((len(last), 1), 0.6)
         rounded = torch.where(torch.arange(len(last)).unsqueeze(-1) % 2 == 0, equal, equal.nextafter(torch.ones(1)))
         empty = torch.zeros_like(inputs.token_level_rewards)
-        found, expected = (
+        actual, expected = (
             _outputs(estimator(replace(inputs, token_level_rewards=empty.scatter(1, last, scores))))["advantages"]
             for scores in (rounded, equal)
         )
-        most = float((found - expected).detach().abs().max())
+        most = float((actual - expected).detach().abs().max())
         require(most < 0.1, f"the last bit of a reward changes advantages by less than 0.1, not by {most:g}")
 
     def test_takes_groups_of_one_row(self, estimator: AdvantageEstimator) -> None:
@@ -305,8 +305,8 @@ class AdvantageSuite:
         """Return the suite's inputs with one column drawn in two ways, and without it."""
         inputs = self.inputs(estimator)
         one, other = (inputs.with_columns(self._draw(name, _seeded(seed))) for seed in (1, 2))
-        kept = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
-        return one, other, replace(inputs, columns=kept)
+        remaining = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
+        return one, other, replace(inputs, columns=remaining)
 
     def _close(self, actual: AdvantageOutputs, expected: AdvantageOutputs) -> bool:
         pairs = [(_outputs(actual)[name], _outputs(expected)[name]) for name in _OUTPUTS]

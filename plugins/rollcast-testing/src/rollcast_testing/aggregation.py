@@ -57,8 +57,8 @@ class LossAggregationSuite:
         if not self.examples:
             pytest.skip("the suite has no examples")
         for number, (losses, mask, counts, worked_out) in enumerate(self.examples):
-            given = aggregation(losses, mask, counts)
-            self._require_close(given, worked_out, f"example {number} gives the hand-computed number")
+            loss = aggregation(losses, mask, counts)
+            self._require_close(loss, worked_out, f"example {number} gives the hand-computed number")
 
     def test_gives_one_float(self, aggregation: LossAggregation) -> None:
         losses, mask, counts = self.inputs()
@@ -73,8 +73,8 @@ class LossAggregationSuite:
         total = float(self._weights(aggregation).sum())
         if self.is_mean:
             self._require_close(torch.tensor(total), 1.0, f"with is_mean, weights add up to 1, not {total}")
-        given = float(aggregation(torch.full(mask.shape, 2.5), mask, counts))
-        self._require_close(torch.tensor(given), 2.5 * total, "a constant loss gives the constant times all weights")
+        loss = float(aggregation(torch.full(mask.shape, 2.5), mask, counts))
+        self._require_close(torch.tensor(loss), 2.5 * total, "a constant loss gives the constant times all weights")
 
     def test_is_linear(self, aggregation: LossAggregation) -> None:
         losses, mask, counts = self.inputs()
@@ -100,7 +100,7 @@ class LossAggregationSuite:
 
     def test_ignores_padding(self, aggregation: LossAggregation) -> None:
         losses, mask, counts = self.inputs()
-        wide = [torch.nn.functional.pad(each, (0, 4)) for each in (losses, mask)]
+        wide = [torch.nn.functional.pad(column, (0, 4)) for column in (losses, mask)]
         expected = float(aggregation(losses, mask, counts))
         self._require_close(aggregation(wide[0], wide[1], counts), expected, "padding on the right changes nothing")
 
@@ -108,8 +108,8 @@ class LossAggregationSuite:
         losses, mask, counts = self.inputs()
         expected = float(aggregation(losses, mask, counts))
         for dtype in (torch.bool, torch.float32):
-            given = aggregation(losses, mask.to(dtype), counts)
-            self._require_close(given, expected, f"a {dtype} mask means the same as an int64 one")
+            loss = aggregation(losses, mask.to(dtype), counts)
+            self._require_close(loss, expected, f"a {dtype} mask means the same as an int64 one")
 
     def test_micro_batches_add_up(self, aggregation: LossAggregation) -> None:
         # What makes an update the same however a mini-batch is cut into micro-batches and ranks.
@@ -125,9 +125,9 @@ class LossAggregationSuite:
         losses, mask, counts = self.inputs()
         joined = aggregation(torch.cat([losses[:1], losses[1:2]], 1), torch.cat([mask[:1], mask[1:2]], 1), counts)
         tokens = mask[:2].sum().expand(2)
-        given = aggregation(losses[:2], mask[:2], replace(counts, sequence_tokens=tokens))
+        loss = aggregation(losses[:2], mask[:2], replace(counts, sequence_tokens=tokens))
         law = "two rows of one rollout, with sequence_tokens, give what the rollout gives as one row"
-        self._require_close(given, float(joined), law)
+        self._require_close(loss, float(joined), law)
 
     def test_rows_without_tokens_add_nothing(self, aggregation: LossAggregation) -> None:
         losses, mask, counts = self.inputs()

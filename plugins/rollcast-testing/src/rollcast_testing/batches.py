@@ -60,8 +60,8 @@ def find_difference(actual: Any, wanted: Any) -> str | None:
         if not isinstance(actual, list | tuple) or len(actual) != len(wanted):
             got = f"{len(actual)} values" if isinstance(actual, list | tuple) else f"a {type(actual).__name__}"
             return f"{len(wanted)} values are expected, not {got}"
-        found = (find_difference(one, other) for one, other in zip(actual, wanted, strict=True))
-        return next((f"value {i}: {text}" for i, text in enumerate(found) if text is not None), None)
+        differences = (find_difference(one, other) for one, other in zip(actual, wanted, strict=True))
+        return next((f"value {i}: {text}" for i, text in enumerate(differences) if text is not None), None)
     if not isinstance(wanted, DataProto):
         return None if actual == wanted else f"{wanted!r} is expected, not {actual!r}"
     if not isinstance(actual, DataProto):

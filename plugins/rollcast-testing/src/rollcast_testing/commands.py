@@ -48,9 +48,9 @@ class CommandSuite:
         """Return the command under test, a Typer application or a click command; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `command`")
-        found = [each for each in entry_points(group="rollcast.commands") if each.name == self.name]
-        require(len(found) == 1, f"one distribution announces {self.name} in rollcast.commands, not {len(found)}")
-        return found[0].load()
+        entry = [point for point in entry_points(group="rollcast.commands") if point.name == self.name]
+        require(len(entry) == 1, f"one distribution announces {self.name} in rollcast.commands, not {len(entry)}")
+        return entry[0].load()
 
     def run(self, command: Any, *arguments: str) -> Any:
         """Call the command in this process; return click's result, with exit code and output."""
@@ -66,9 +66,9 @@ class CommandSuite:
     def test_rollcast_help_has_its_line(self) -> None:
         """Check that the list of commands has a line about this one, which is read without importing the plugin."""
         listed = _read_help()
-        found = re.search(rf"^\W*{re.escape(self.name)}\s+(\S.*?)\W*$", listed, re.MULTILINE)
-        require(found is not None, f"rollcast --help lists {self.name}:\n{listed}")
-        line = found[1] if found else ""
+        match = re.search(rf"^\W*{re.escape(self.name)}\s+(\S.*?)\W*$", listed, re.MULTILINE)
+        require(match is not None, f"rollcast --help lists {self.name}:\n{listed}")
+        line = match[1] if match else ""
         law = f"its line is the command's own help, not {line!r}: give the function, or the callback, a docstring"
         require(not line.startswith("A command of "), law)
 

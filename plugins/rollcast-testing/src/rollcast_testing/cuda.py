@@ -21,9 +21,11 @@ __all__ = ["DEVICES", "needs_cuda", "needs_devices", "on_cuda"]
 
 def needs_devices(count: int) -> list[pytest.MarkDecorator]:
     """Return the marks of a test that needs so many CUDA devices; NCCL refuses two ranks on one device."""
-    found = torch.cuda.device_count()
-    reason = f"needs {count} CUDA device{'s' if count > 1 else ''}, and there {'is' if found == 1 else 'are'} {found}"
-    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
+    visible = torch.cuda.device_count()
+    reason = (
+        f"needs {count} CUDA device{'s' if count > 1 else ''}, and there {'is' if visible == 1 else 'are'} {visible}"
+    )
+    return [pytest.mark.gpu, pytest.mark.skipif(visible < count, reason=reason)]
 
 
 #: Marks of a test that needs one device; a module assigns them to ``pytestmark``.

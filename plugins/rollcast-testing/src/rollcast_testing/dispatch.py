@@ -123,13 +123,13 @@ class DispatchSuite:
 
     def layouts(self, world_size: int) -> Sequence[Sequence[MeshInfo]]:
         """Return meshes of ``world_size`` ranks, each as the ranks' places by rank."""
-        found: dict[tuple[MeshInfo, ...], None] = {}
+        meshes: dict[tuple[MeshInfo, ...], None] = {}
         for tp in (tp for tp in range(1, world_size + 1) if world_size % tp == 0):
             dp, ranks = world_size // tp, range(world_size)
-            found[tuple(MeshInfo(rank // tp, rank % tp == 0) for rank in ranks)] = None
-            found[tuple(MeshInfo(rank % dp, rank // dp == tp - 1) for rank in ranks)] = None
-            found[tuple(MeshInfo(dp - 1 - rank // tp, rank % tp == tp - 1) for rank in ranks)] = None
-        return list(found)
+            meshes[tuple(MeshInfo(rank // tp, rank % tp == 0) for rank in ranks)] = None
+            meshes[tuple(MeshInfo(rank % dp, rank // dp == tp - 1) for rank in ranks)] = None
+            meshes[tuple(MeshInfo(dp - 1 - rank // tp, rank % tp == tp - 1) for rank in ranks)] = None
+        return list(meshes)
 
     # -- the laws -----------------------------------------------------------------------------
 
@@ -342,14 +342,14 @@ def _fetch(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:  # noqa: AR
 
 def _fetched(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_fetched(each) for each in value)
+        return type(value)(_fetched(item) for item in value)
     return value.bound(_fetch).local() if isinstance(value, DataProto) else value
 
 
 def _first_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto:
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-    _require(bool(found), f"each rank gets a DataProto, but one got {[type(value).__name__ for value in args]}")
-    return found[0]
+    arguments = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+    _require(bool(arguments), f"each rank gets a DataProto, but one got {[type(value).__name__ for value in args]}")
+    return arguments[0]
 
 
 def _echo_class(mode: DispatchMode) -> type[Worker]:

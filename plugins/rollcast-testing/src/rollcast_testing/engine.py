@@ -128,10 +128,10 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
         padded, output = infer(engine, batch, settings), infer(engine, tiny.jagged_batch(batch), settings)
         present = batch["attention_mask"][:, batch["input_ids"].shape[1] - batch["responses"].shape[1] :]
         for name in ("log_probs", "entropy"):
-            found, expected = Jagged.of(output[name], name), Jagged.from_padded(padded[name], present)
-            require(found.values.dtype == torch.float32, f"{name} is float32, not {found.values.dtype}")
-            require(torch.equal(found.offsets, expected.offsets), f"{name} has the rows of the responses")
-            self._close(found.values, expected.values, name, 1e-6)
+            actual, expected = Jagged.of(output[name], name), Jagged.from_padded(padded[name], present)
+            require(actual.values.dtype == torch.float32, f"{name} is float32, not {actual.values.dtype}")
+            require(torch.equal(actual.offsets, expected.offsets), f"{name} has the rows of the responses")
+            self._close(actual.values, expected.values, name, 1e-6)
 
     def test_trajectories_train_as_plain_torch(self, build: Build, folder: Path) -> None:
         """Check that loss and gradient do not depend on padding, packing and micro-batches."""
@@ -194,7 +194,10 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
         (-plain_log_probs(module, batch)[0].sum() / batch["response_mask"].sum()).backward()
         moved = weights(engine)
         parameters = dict(module.named_parameters())
-        expected = {name: (each - each.grad / (each.grad.abs() + 1.0)).detach() for name, each in parameters.items()}
+        expected = {
+            name: (parameter - parameter.grad / (parameter.grad.abs() + 1.0)).detach()
+            for name, parameter in parameters.items()
+        }
         for name, tensor in checkpoint_tensors(module, expected).items():
             self._close(moved[name], tensor, f"gradient of {name}")
 
@@ -212,9 +215,9 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
         expected = infer(plain, batch, choices[0])
         for chosen in choices:
             plain, packing = build(), build(keys=keys)
-            given = infer(packing, batch, chosen)
+            outputs = infer(packing, batch, chosen)
             for name in expected.keys():  # noqa: SIM118
-                self._close(given[name], expected[name], f"{name} of packed rows with {chosen}")
+                self._close(outputs[name], expected[name], f"{name} of packed rows with {chosen}")
             norms = [train(engine, batch, chosen).grad_norm for engine in (plain, packing)]
             require(norms[1] == pytest.approx(norms[0], rel=self.rtol), f"gradient norms {norms} with {chosen}")
             self._same_weights(weights(packing), weights(plain))
@@ -295,8 +298,8 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
             if inputs.log_probs is None or inputs.entropy is not None or inputs.values is not None:
                 raise AssertionError("a language model gives log_probs, no values, and no entropy unless asked for")
             chosen = inputs.response_mask > 0
-            given = inputs.columns["advantages"].where(chosen, 0.0)
-            self._close(inputs.log_probs.detach().where(chosen, 0.0), given, "columns belong to the log-probs' rows")
+            scores = inputs.columns["advantages"].where(chosen, 0.0)
+            self._close(inputs.log_probs.detach().where(chosen, 0.0), scores, "columns belong to the log-probs' rows")
             require(inputs.denominators == counts, f"{inputs.denominators} counts the mini-batch: {counts}")
         rows = torch.cat([inputs.columns["weight"][inputs.response_mask.sum(-1) > 0] for inputs in seen])
         require(sorted(rows.tolist()) == list(range(7)), "every row is seen once")
@@ -408,12 +411,12 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
         known = batch["response_mask"][0, 5:] > 0
         require(bool((others[0, 5:] != values[0, 5:])[known].all()), "values after the changed token see it")
 
-    def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None:
+    def _close(self, actual: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None:
         atol = self.atol if atol is None else atol
-        given, expected = given.cpu(), expected.cpu()  # the inputs of a loss are on the engine's device
-        torch.testing.assert_close(given, expected, rtol=self.rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+        actual, expected = actual.cpu(), expected.cpu()  # the inputs of a loss are on the engine's device
+        torch.testing.assert_close(actual, expected, rtol=self.rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
-    def _same_weights(self, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        require(given.keys() == expected.keys(), f"parameters {sorted(given)} are {sorted(expected)}")
+    def _same_weights(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        require(actual.keys() == expected.keys(), f"parameters {sorted(actual)} are {sorted(expected)}")
         for name, tensor in expected.items():
-            self._close(given[name], tensor, name, self.weights_atol)
+            self._close(actual[name], tensor, name, self.weights_atol)

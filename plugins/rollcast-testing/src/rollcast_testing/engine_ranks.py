@@ -202,9 +202,9 @@ class RankLaws:
 
     if TYPE_CHECKING:
 
-        def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
+        def _close(self, actual: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
 
-        def _same_weights(self, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None: ...
+        def _same_weights(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None: ...
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Generate one test per layout."""
@@ -291,7 +291,7 @@ class RankLaws:
         judge = _build(engine_class, self.engine_config, folder, WorkerContext(), "value_model")
         steps = [train(judge, random_batch(_ROWS, 6, 9, seed=step), _SETTINGS, distance_loss) for step in range(2)]
         for seen in ranks:
-            for given, expected in zip(seen.critic, steps, strict=True):
+            for actual, expected in zip(seen.critic, steps, strict=True):
                 norm = pytest.approx(expected.grad_norm, rel=self.rtol)
-                require(given.grad_norm == norm, f"a value model's gradient norm: {given}, {expected}")
-                require(given.metrics == pytest.approx(dict(expected.metrics), rel=self.rtol), f"{given}, {expected}")
+                require(actual.grad_norm == norm, f"a value model's gradient norm: {actual}, {expected}")
+                require(actual.metrics == pytest.approx(dict(expected.metrics), rel=self.rtol), f"{actual}, {expected}")

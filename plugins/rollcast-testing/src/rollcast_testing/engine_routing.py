@@ -55,7 +55,7 @@ class RoutingLaws:
 
     if TYPE_CHECKING:
 
-        def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
+        def _close(self, actual: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
 
     @pytest.fixture
     def experts(self, engine_class: type[BaseEngine]) -> int:
@@ -118,8 +118,8 @@ class RoutingLaws:
                 keys = {**self.engine_config, **packing, "router_aux_loss_coef": _COEFFICIENT}
                 step = train(build(optim=optim, keys=keys), batch, ForwardSettings(micro_batch_size_per_gpu=size))
                 require(step.grad_norm == pytest.approx(norm, rel=self.rtol), f"{step} has the norm {norm}")
-                found = {name.rpartition("/")[2]: value for name, value in step.metrics.items() if "/router/" in name}
-                require(found == pytest.approx(load, rel=1e-5), f"{found} is the load {load}")
+                metrics = {name.rpartition("/")[2]: value for name, value in step.metrics.items() if "/router/" in name}
+                require(metrics == pytest.approx(load, rel=1e-5), f"{metrics} is the load {load}")
 
 
 class _Routers:
@@ -136,10 +136,12 @@ class _Routers:
 
     def load(self, experts: int) -> dict[str, float]:
         """Return the metrics of the load."""
-        found: dict[str, list[float]] = {}
+        metrics: dict[str, list[float]] = {}
         for rows, choices in zip(self.probabilities, self.chosen, strict=True):
-            counts = torch.bincount(torch.cat([each[:-1].flatten() for each in choices]), minlength=experts).double()
-            mean = torch.cat([each[:-1] for each in rows]).double().mean(0)
+            counts = torch.bincount(
+                torch.cat([choice[:-1].flatten() for choice in choices]), minlength=experts
+            ).double()
+            mean = torch.cat([sample[:-1] for sample in rows]).double().mean(0)
             violation = counts / counts.mean() - 1
             values = {
                 "max_violation": violation.max(),
@@ -148,8 +150,8 @@ class _Routers:
                 "aux_loss": _balance(rows, choices, experts),
             }
             for name, value in values.items():
-                found.setdefault(name, []).append(float(value.detach()))
-        return {name: sum(values) / len(values) for name, values in found.items()}
+                metrics.setdefault(name, []).append(float(value.detach()))
+        return {name: sum(values) / len(values) for name, values in metrics.items()}
 
 
 def _balance(rows: list[Tensor], choices: list[Tensor], experts: int) -> Tensor:
@@ -164,7 +166,7 @@ def _balance(rows: list[Tensor], choices: list[Tensor], experts: int) -> Tensor:
 def _routers(module: Any, forced: list[Tensor] | None = None) -> Iterator[_Routers]:
     """Record what the routers of plain transformers choose for each row, or make them choose ``forced``."""
     seen, handles = _Routers(), []
-    gates = [each for name, each in module.named_modules() if name.endswith("mlp.gate")]
+    gates = [layer for name, layer in module.named_modules() if name.endswith("mlp.gate")]
 
     def hook(layer: int) -> Any:
         seen.probabilities.append([])

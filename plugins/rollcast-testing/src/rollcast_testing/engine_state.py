@@ -34,7 +34,7 @@ class StateLaws:
 
     if TYPE_CHECKING:
 
-        def _close(self, given: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
+        def _close(self, actual: Tensor, expected: Tensor, what: str, atol: float | None = None) -> None: ...
 
     def test_checkpoint_resumes_bitwise(self, build: Build, batch: DataProto, tmp_path: Path) -> None:
         optim = replace(OPTIM, lr_warmup_steps=9)

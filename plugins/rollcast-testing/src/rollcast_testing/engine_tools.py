@@ -37,20 +37,20 @@ def weights(engine: BaseEngine) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()}
 
 
-def require_equal(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Check that tensors are equal to the last bit.
 
     Raises:
         AssertionError: they are not equal; names some that differ.
     """
     __tracebackhide__ = True
-    require(given.keys() == expected.keys(), f"{what}: {sorted(given)} are {sorted(expected)}")
-    different = [name for name, tensor in expected.items() if not torch.equal(given[name], tensor)]
+    require(actual.keys() == expected.keys(), f"{what}: {sorted(actual)} are {sorted(expected)}")
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     require(not different, f"{what} are the same to the last bit; {different[:3]} differ")
 
 
 def require_mixture(
-    given: Mapping[str, Tensor], before: Mapping[str, Tensor], source: Mapping[str, Tensor], share: float
+    actual: Mapping[str, Tensor], before: Mapping[str, Tensor], source: Mapping[str, Tensor], share: float
 ) -> None:
     """Check that weights are ``(1 - share) · before + share · source``.
 
@@ -58,9 +58,9 @@ def require_mixture(
         AssertionError: they are not; names some that differ.
     """
     __tracebackhide__ = True
-    require(given.keys() == before.keys(), f"mixed weights: {sorted(given)} are {sorted(before)}")
+    require(actual.keys() == before.keys(), f"mixed weights: {sorted(actual)} are {sorted(before)}")
     mixed = {name: tensor.lerp(source[name], share) for name, tensor in before.items()}
     different = [
-        name for name, tensor in mixed.items() if not torch.allclose(given[name], tensor, rtol=1e-5, atol=1e-7)
+        name for name, tensor in mixed.items() if not torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-7)
     ]
     require(not different, f"weights mix by a share of {share}; {different[:3]} do not")

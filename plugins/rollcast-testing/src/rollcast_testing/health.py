@@ -54,12 +54,12 @@ class HealthCheckSuite:
         """With any configuration a check ends in its time limit, with findings whose texts are single lines."""
         for config in (None, {}, *self.configs):
             start = time.monotonic()
-            found = list(check.run(HealthSetup(config)))
+            findings = list(check.run(HealthSetup(config)))
             assert time.monotonic() - start < check.timeout_s
-            for each in found:
-                assert isinstance(each, Finding)
-                for text in (each.name, each.found, each.mend):
-                    assert "\n" not in text, f"the finding {each.name!r} has a line break in {text!r}"
+            for finding in findings:
+                assert isinstance(finding, Finding)
+                for text in (finding.name, finding.found, finding.mend):
+                    assert "\n" not in text, f"the finding {finding.name!r} has a line break in {text!r}"
 
     def test_it_leaves_nothing_behind(
         self, check: BaseHealthCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +76,6 @@ class HealthCheckSuite:
     def test_faults_are_found(self, check: BaseHealthCheck) -> None:
         """Each planted fault is reported under its name, with what to do about it."""
         for config, name in self.faults:
-            found = [each for each in check.run(HealthSetup(config)) if each.state != "ok"]
-            assert name in [each.name for each in found], f"{config} gave {found}"
-            assert all(each.mend for each in found)
+            problems = [finding for finding in check.run(HealthSetup(config)) if finding.state != "ok"]
+            assert name in [finding.name for finding in problems], f"{config} gave {problems}"
+            assert all(finding.mend for finding in problems)

@@ -93,8 +93,8 @@ class KlPenaltySuite:
         if not self.unbiased:
             pytest.skip("unbiased is False")
         logits, ref = _two_policies()
-        expected, given = _divergence(logits, ref), _expectation(penalty, logits, ref)
-        self._require_close(given, expected, "with unbiased, the expected value is the divergence")
+        expected, actual = _divergence(logits, ref), _expectation(penalty, logits, ref)
+        self._require_close(actual, expected, "with unbiased, the expected value is the divergence")
 
     def test_its_gradient_is_the_divergences(self, penalty: KlPenalty) -> None:
         if not self.unbiased_gradient:
@@ -126,14 +126,14 @@ class KlPenaltySuite:
         for row in range(4):
             alone = penalty(log_probs[row : row + 1, 2:4], ref[row : row + 1, 2:4])
             self._require_close(alone, whole[row : row + 1, 2:4], "a token alone has the value that it has in a batch")
-        flat = penalty(*(each.reshape(1, 24, *each.shape[2:]) for each in (log_probs, ref)))
+        flat = penalty(*(tensor.reshape(1, 24, *tensor.shape[2:]) for tensor in (log_probs, ref)))
         self._require_close(flat, whole.reshape(1, 24), "tokens in one row have the values that they have in a batch")
 
     def test_takes_half_precision(self, penalty: KlPenalty) -> None:
         for dtype in (torch.bfloat16, torch.float16):
-            half = [each.to(dtype) for each in self.inputs(penalty)]
-            given, wide = penalty(*half), penalty(*(each.float() for each in half))
-            close = torch.allclose(given.float(), wide, rtol=0.02, atol=0.02)
+            half = [value.to(dtype) for value in self.inputs(penalty)]
+            actual, wide = penalty(*half), penalty(*(tensor.float() for tensor in half))
+            close = torch.allclose(actual.float(), wide, rtol=0.02, atol=0.02)
             require(close, f"values for {dtype} are those of the same numbers in float32")
 
     def test_is_deterministic_and_leaves_its_inputs_alone(self, penalty: KlPenalty) -> None:

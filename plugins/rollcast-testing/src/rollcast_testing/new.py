@@ -85,7 +85,7 @@ def _rename(text: str, name: str) -> str:
         "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
     }
     # The range of the core that it is written with.
-    return _PLACE.sub(lambda found: forms.get(found[0]) or f"rollcast~={version('rollcast')}", text)
+    return _PLACE.sub(lambda match: forms.get(match[0]) or f"rollcast~={version('rollcast')}", text)
 
 
 def _check_kind(kind: str) -> str:
@@ -113,8 +113,8 @@ def _check_free(name: str, groups: Iterable[str]) -> None:
     if importlib.util.find_spec(f"rollcast_{name}") is not None:
         raise ConfigError(f"the package rollcast_{name} is installed already; choose another name than {name!r}")
     for group in groups:
-        for taken in entry_points(group=group, name=name):
-            owner = taken.dist.name if taken.dist else "another distribution"
+        for entry in entry_points(group=group, name=name):
+            owner = entry.dist.name if entry.dist else "another distribution"
             raise ConfigError(f"{owner} has a plugin {name!r} in {group} already; choose another name")
 
 

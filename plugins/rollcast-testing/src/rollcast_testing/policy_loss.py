@@ -134,9 +134,9 @@ class PolicyLossSuite:
     def test_says_honestly_which_columns_it_needs(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)
         for name in sorted(needs_of(policy_loss).columns):
-            kept = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
+            remaining = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
             with pytest.raises(ValueError, match=re.escape(name)):
-                _evaluate(policy_loss, replace(inputs, columns=kept))
+                _evaluate(policy_loss, replace(inputs, columns=remaining))
 
     def test_sends_no_gradient_under_the_mask(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs(policy_loss)

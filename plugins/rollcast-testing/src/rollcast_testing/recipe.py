@@ -78,11 +78,11 @@ class RecipeSuite:
     def test_files_move_with_the_run_directory(self) -> None:
         """Check that no path of the recipe is of the machine where it was written."""
         plain = self.composed().plain()
-        given = " ".join(self.overrides)
+        joined = " ".join(self.overrides)
         wrong = [
             f"{path}={value}"
             for path, value in _leaves(plain)
-            if isinstance(value, str) and re.match(r"(/home/|/root/|/Users/|[A-Z]:\\)", value) and value not in given
+            if isinstance(value, str) and re.match(r"(/home/|/root/|/Users/|[A-Z]:\\)", value) and value not in joined
         ]
         require(not wrong, f"a recipe has no path of somebody's own: {wrong}")
 
@@ -93,7 +93,7 @@ class RecipeSuite:
 
 def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [leaf for key, each in value.items() for leaf in _leaves(each, f"{path}.{key}".lstrip("."))]
+        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{path}.{key}".lstrip("."))]
     if isinstance(value, list):
-        return [leaf for number, each in enumerate(value) for leaf in _leaves(each, f"{path}[{number}]")]
+        return [leaf for number, item in enumerate(value) for leaf in _leaves(item, f"{path}[{number}]")]
     return [(path, value)]

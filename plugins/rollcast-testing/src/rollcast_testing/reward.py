@@ -268,19 +268,19 @@ class RewardManagerSuite:
 
     def test_scores_are_placed(self, build: Callable[..., BaseRewardManager]) -> None:
         """Check that token scores stay at their tokens, and that turn scores are placed at the turns' last tokens."""
-        given: list[dict[str, Any]] = [
+        rows: list[dict[str, Any]] = [
             {"score": 1.0},
             {"score": 0.75, "token_scores": [0.5, 0.25, 0.0, 0.0]},
             {"score": 4.0, "turn_scores": [1.0, 2.0]},
         ]
         samples = [
             RewardSample("p", "r", response_ids=[5, 6, 7, 8], turn_ids=[0, 0, 0, 2], extra_info=fields)
-            for fields in given
+            for fields in rows
         ]
         results = build(Placed())(samples)
         assert [result.score for result in results] == [1.0, 0.75, 4.0]
-        found = [None if result.token_scores is None else list(result.token_scores) for result in results]
-        assert found == [None, [0.5, 0.25, 0.0, 0.0], [0.0, 0.0, 1.0, 2.0]]
+        scores = [None if result.token_scores is None else list(result.token_scores) for result in results]
+        assert scores == [None, [0.5, 0.25, 0.0, 0.0], [0.0, 0.0, 1.0, 2.0]]
         assert all(result.turn_scores is None for result in results)
 
     def test_scores_that_have_no_place_are_refused(self, build: Callable[..., BaseRewardManager]) -> None:

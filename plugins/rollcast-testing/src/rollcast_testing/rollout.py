@@ -271,7 +271,9 @@ class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
 
         asyncio.run(release_and_resume())
         after = run_prompts(rollout, prompts, GREEDY)
-        assert [only_sequence(each).token_ids for each in after] == [only_sequence(each).token_ids for each in before]
+        assert [only_sequence(result).token_ids for result in after] == [
+            only_sequence(result).token_ids for result in before
+        ]
 
     def test_state_brings_the_samples_back(self, rollout: BaseRollout) -> None:
         """Check that the same requests get the same tokens after the state is restored, and others without."""

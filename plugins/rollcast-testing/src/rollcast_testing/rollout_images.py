@@ -61,11 +61,11 @@ class RolloutImages(RolloutFixtures):
 
         sampling = SamplingParams(n=2, max_tokens=10, ignore_eos=True)
         biased = replace(sampling, logit_bias=((IMAGE_ID, 5.0), (VIDEO_ID, 5.0)))
-        for each in (sampling, *((biased,) if "logit_bias" in rollout.capabilities.sampling else ())):
-            requests = [_request(f"r{number}", prompt, each) for number, prompt in enumerate(prompts)]
+        for params in (sampling, *((biased,) if "logit_bias" in rollout.capabilities.sampling else ())):
+            requests = [_request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts)]
             for prompt, output in zip(prompts, generate_all(rollout, requests), strict=True):
                 for sequence in output.sequences:
-                    expected = image_log_probs(model, folder, *prompt, sequence.token_ids, dict(each.logit_bias))
+                    expected = image_log_probs(model, folder, *prompt, sequence.token_ids, dict(params.logit_bias))
                     gap = max(abs(got - want) for got, want in zip(sequence.log_probs, expected, strict=True))
                     assert gap <= self.tolerance, f"a log-prob is {gap} away from that of transformers"
 

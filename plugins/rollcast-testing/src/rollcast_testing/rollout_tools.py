@@ -73,9 +73,9 @@ class RolloutFixtures:
     @classmethod
     def shared_rollouts(cls) -> Iterator[list[BaseRollout]]:
         """Yield the list with the rollout that the tests of a class share, if they share one."""
-        made: list[BaseRollout] = []
-        yield made
-        for rollout in made:
+        started: list[BaseRollout] = []
+        yield started
+        for rollout in started:
             rollout.close()
 
     @pytest.fixture

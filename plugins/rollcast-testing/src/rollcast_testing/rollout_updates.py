@@ -208,7 +208,7 @@ class RolloutUpdates(RolloutFixtures):
         self._check_meanwhile(rollout, update, models)
         assert reports[0].version == version
         assert reports[0].tensors == len(adapter.tensors)
-        assert reports[0].bytes == sum(each.nbytes for each in adapter.tensors.values())
+        assert reports[0].bytes == sum(tensor.nbytes for tensor in adapter.tensors.values())
 
     def _check_update(self, rollout: BaseRollout, model: Any, version: int, named: Named | None = None) -> None:
         sent = list(model.named_parameters()) if named is None else named
@@ -245,10 +245,10 @@ def _check_rounding(rollout: BaseRollout, model: Any, other: Any) -> None:
     gaps: dict[str, list[float]] = {"own": [], "other": []}
     for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
         sequence = only_sequence(output)
-        for name, each in (("own", model), ("other", other)):
-            expected = token_log_probs(each, prompt, sequence.token_ids, sampling)
+        for name, source in (("own", model), ("other", other)):
+            expected = token_log_probs(source, prompt, sequence.token_ids, sampling)
             gaps[name] += [abs(a - b) for a, b in zip(sequence.log_probs, expected, strict=True)]
-    mean = {name: sum(each) / len(each) for name, each in gaps.items()}
+    mean = {name: sum(values) / len(values) for name, values in gaps.items()}
     assert 1e-4 < mean["own"] < 0.2 * mean["other"], mean
 
 
@@ -262,7 +262,7 @@ def _spoil(named: Named, fault: str) -> tuple[Sequence[tuple[str, Tensor]], str]
         return [*rest[:2], (name, torch.zeros(3, 5)), *rest[3:]], name
     if fault == "missing":
         return [*rest[:2], *rest[3:]], name
-    expected = {each: tensor_checksum(value) for each, value in rest}
+    expected = {tensor_name: tensor_checksum(value) for tensor_name, value in rest}
     expected[name] = tensor_checksum(tensor + 1)
     return WeightBucket(rest, expected), name
 

@@ -128,15 +128,15 @@ class RuntimeSuite:
     def group(self, runtime: Runtime, *args: Any, ranks: int | None = None, **more: Any) -> Iterator[WorkerGroup]:
         """Start a group of :class:`SuiteWorker`; its processes end with the context."""
         pool = ResourcePool([ranks or self.world_size])
-        made = WorkerGroup(pool, ClassWithInitArgs(SuiteWorker, *args), runtime=runtime, name="suite", **more)
+        suite_group = WorkerGroup(pool, ClassWithInitArgs(SuiteWorker, *args), runtime=runtime, name="suite", **more)
         try:
-            yield made
+            yield suite_group
         finally:
-            made.shutdown()
+            suite_group.shutdown()
 
     def test_the_cluster_has_nodes(self, runtime: Runtime) -> None:
-        found = runtime.nodes()
-        require(bool(found), "a runtime has at least one node")
+        nodes = runtime.nodes()
+        require(bool(nodes), "a runtime has at least one node")
 
     def test_each_rank_has_its_place(self, runtime: Runtime) -> None:
         for ranks in sorted({1, self.world_size}):
@@ -154,22 +154,22 @@ class RuntimeSuite:
         if not self.own_processes:
             pytest.skip("own_processes is False")
         with self.group(runtime, env={"ROLLCAST_SUITE": "here"}) as group:
-            found = {place[4] for place in group.place()}
-            require(found == {"here"}, f"processes have the variables of env: {found}")
+            nodes = {place[4] for place in group.place()}
+            require(nodes == {"here"}, f"processes have the variables of env: {nodes}")
 
     def test_workers_keep_their_state(self, runtime: Runtime) -> None:
         with self.group(runtime) as first, self.group(runtime) as second:
             for expected in (2, 4):
-                found: Any = first.increase(2)
-                require(found == [expected] * self.world_size, f"a worker keeps its state: {found}")
+                result: Any = first.increase(2)
+                require(result == [expected] * self.world_size, f"a worker keeps its state: {result}")
             require(second.increase() == [1] * self.world_size, "groups do not share workers")
 
     def test_calls_are_executed_in_order(self, runtime: Runtime) -> None:
         with self.group(runtime) as group:
             handles = [group.execute_all_async("increase", by) for by in (1, 10, 100)]
-            found = [handle.get() for handle in handles]
+            results = [handle.get() for handle in handles]
             expected = [[total] * self.world_size for total in (1, 11, 111)]
-            require(found == expected, f"calls run in the order in which they were sent: {found}")
+            require(results == expected, f"calls run in the order in which they were sent: {results}")
 
     def test_a_batch_comes_back_in_order(self, runtime: Runtime) -> None:
         most = 3 * self.world_size
@@ -178,11 +178,11 @@ class RuntimeSuite:
         )
         with self.group(runtime) as group:
             for rows in (0, self.world_size, most):
-                given = batch.select_idxs(list(range(rows)))
-                found: Any = group.double(given)
-                found = found.get() if hasattr(found, "get") else found
-                require(torch.equal(found["x"], given["x"] * 2), f"rows come back in order, computed: {found['x']}")
-                require(list(found["text"]) == list(given["text"]), "objects travel with their rows")
+                inputs = batch.select_idxs(list(range(rows)))
+                result: Any = group.double(inputs)
+                result = result.get() if hasattr(result, "get") else result
+                require(torch.equal(result["x"], inputs["x"] * 2), f"rows come back in order, computed: {result['x']}")
+                require(list(result["text"]) == list(inputs["text"]), "objects travel with their rows")
             require(batch["x"].tolist() == list(range(most)), "the caller's batch is not changed")
 
     def test_an_error_names_its_rank(self, runtime: Runtime) -> None:
@@ -210,8 +210,10 @@ class RuntimeSuite:
             handle = group.execute_all_async("sleep", 1.0)
             with pytest.raises(WorkerTimeoutError):
                 handle.get(timeout=0.05)
-            found = handle.get(timeout=60.0)
-            require(found == list(range(self.world_size)), f"the call ends by itself, and its result is there: {found}")
+            result = handle.get(timeout=60.0)
+            require(
+                result == list(range(self.world_size)), f"the call ends by itself, and its result is there: {result}"
+            )
 
     def test_shutdown_leaves_nothing(self) -> None:
         before = {thread.name for thread in threading.enumerate() if not thread.daemon}
@@ -223,7 +225,7 @@ class RuntimeSuite:
         left = {thread.name for thread in threading.enumerate() if not thread.daemon} - before
         require(not left, f"no thread is left that keeps the process from ending: {left}")
         deadline = time.monotonic() + 30
-        while (alive := {each for each in processes if _is_running(each)}) and time.monotonic() < deadline:
+        while (alive := {process for process in processes if _is_running(process)}) and time.monotonic() < deadline:
             time.sleep(0.1)
         require(not alive, f"the workers' processes have ended; these run on: {alive}")
 

@@ -155,9 +155,9 @@ class _NodeStore:
 
     def put(self, value: Any) -> Any:
         """Store a value on this process's node."""
-        kept = self._runtime._store(value, self._process.node, self._process, self._process.free_at)
-        self._process.kept.append(kept)
-        return kept
+        stored = self._runtime._store(value, self._process.node, self._process, self._process.free_at)
+        self._process.kept.append(stored)
+        return stored
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:  # nothing ever waits
         """Return the values, adding the transfer time of values on other nodes."""
@@ -227,15 +227,15 @@ class SimulatedRuntime(Runtime):
         processes: int,  # noqa: ARG003
         run_dir: Path | None = None,  # noqa: ARG003
     ) -> Self:
-        made = cls(
+        clone = cls(
             config.nodes,
             config.processes_per_node,
             latency_s=config.latency_s,
             bytes_per_s=config.bytes_per_s,
             call_s=config.call_s,
         )
-        made._node_died_at = {int(node): at for node, at in config.kill_nodes_at_s.items()}
-        return made
+        clone._node_died_at = {int(node): at for node, at in config.kill_nodes_at_s.items()}
+        return clone
 
     # -- failures -----------------------------------------------------------------------------
 
@@ -279,12 +279,14 @@ class SimulatedRuntime(Runtime):
         return used
 
     def nodes(self) -> list[NodeResources]:
-        used, each = self._used(), float(self._per_node)
-        found = []
+        used, capacity = self._used(), float(self._per_node)
+        outcomes = []
         for node in self._alive():
-            free = each - used.get(node, 0)
-            found.append(NodeResources(_name(node), each, each, free={"CPU": free, "GPU": free}, node_id=_name(node)))
-        return found
+            free = capacity - used.get(node, 0)
+            outcomes.append(
+                NodeResources(_name(node), capacity, capacity, free={"CPU": free, "GPU": free}, node_id=_name(node))
+            )
+        return outcomes
 
     def _place(self, pool: ResourcePool) -> list[int]:
         """Assign a node to each process; the processes of one entry of ``process_on_nodes`` share a node."""
@@ -401,8 +403,8 @@ class SimulatedRuntime(Runtime):
         except WorkerRaised as raised:
             call.failure = CallFailed(0, raised.failure, cause_type=raised.failure.cause_type)
         process.free_at = call.start + process.reading_s + busy_s
-        for kept in process.kept:
-            kept.at = process.free_at
+        for entry in process.kept:
+            entry.at = process.free_at
         if not self._ends_early(call, process.free_at):
             call.end = process.free_at + self._send(size_of(call.result), process.node, _DRIVER) + self._latency_s
 
@@ -516,14 +518,14 @@ class SimulatedRuntime(Runtime):
         with self._lock:
             return self._receive([(cut.ref, cut.of(self._value_of(cut.ref))) for cut in cuts], timeout, whole=False)
 
-    def _receive(self, found: Sequence[tuple[Any, Any]], timeout: float | None, whole: bool) -> list[Any]:
-        seconds = sum(self._move(ref, value, _DRIVER, whole) for ref, value in found)
-        seconds = max([self.now, *(self._there_at(ref) for ref, _ in found)]) + seconds - self.now
+    def _receive(self, outcomes: Sequence[tuple[Any, Any]], timeout: float | None, whole: bool) -> list[Any]:
+        seconds = sum(self._move(ref, value, _DRIVER, whole) for ref, value in outcomes)
+        seconds = max([self.now, *(self._there_at(ref) for ref, _ in outcomes)]) + seconds - self.now
         if timeout is not None and seconds > timeout:
             self.now += timeout
-            raise WorkerTimeoutError(f"{len(found)} kept columns did not arrive within {timeout:g} s")
+            raise WorkerTimeoutError(f"{len(outcomes)} kept columns did not arrive within {timeout:g} s")
         self.now += seconds
-        return [value for _, value in found]
+        return [value for _, value in outcomes]
 
     def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
         """Wait until a call has ended; return the indices of all ended calls, none if ``timeout`` seconds passed."""

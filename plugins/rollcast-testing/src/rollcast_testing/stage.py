@@ -146,17 +146,17 @@ class StageSuite:
 
     def test_it_leaves_its_batch_as_it_is(self, stage: Stage) -> None:
         before = self.batch()
-        kept = before.clone()
+        copied = before.clone()
         stage(before)
-        for name in kept.keys():  # noqa: SIM118
-            if isinstance(kept[name], torch.Tensor):
-                assert before.select([name], []).equal(kept.select([name], [])), (
+        for name in copied.keys():  # noqa: SIM118
+            if isinstance(copied[name], torch.Tensor):
+                assert before.select([name], []).equal(copied.select([name], [])), (
                     f"the column {name!r} of the given batch was written into"
                 )
 
     def test_it_reads_only_what_it_declares(self, stage: Stage, spec: StageSpec) -> None:
         before = self.batch()
-        declared = {*spec.reads, *spec.optional, *(each for each in spec.after if each in before)}
+        declared = {*spec.reads, *spec.optional, *(column for column in spec.after if column in before)}
         unread = [name for name in before.keys() if name not in declared]  # noqa: SIM118
         if len(unread) == len(before.keys()):
             pytest.skip("the stage reads no column of the suite's batch")

@@ -219,10 +219,10 @@ def padded_batch(batch: DataProto) -> DataProto:
         for name in batch.keys()  # noqa: SIM118  # a batch iterates over its rows
         if isinstance(batch[name], torch.Tensor) and batch[name].layout == torch.jagged
     }
-    columns = {name: each.pad(left=name == "prompts") for name, each in jagged.items()}
-    columns = {name: each if each.is_floating_point() else each.long() for name, each in columns.items()}
+    columns = {name: column.pad(left=name == "prompts") for name, column in jagged.items()}
+    columns = {name: column if column.is_floating_point() else column.long() for name, column in columns.items()}
     prompts, responses = jagged["prompts"], jagged["responses"]
-    present = [each.with_values(torch.ones(len(each.values), dtype=torch.int64)) for each in (prompts, responses)]
+    present = [column.with_values(torch.ones(len(column.values), dtype=torch.int64)) for column in (prompts, responses)]
     attention = torch.cat([present[0].pad(left=True), present[1].pad()], 1)
     return batch.with_columns(
         {

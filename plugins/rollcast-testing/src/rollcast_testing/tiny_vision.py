@@ -138,9 +138,9 @@ def vision_prompt(folder: Path, *parts: Sequence[int] | bytes) -> tuple[list[int
 
     images = tuple(part for part in parts if isinstance(part, bytes))
     ids = [
-        each
+        token
         for part in parts
-        for each in ([_START, IMAGE_ID, _END] if isinstance(part, bytes) else [int(i) for i in part])
+        for token in ([_START, IMAGE_ID, _END] if isinstance(part, bytes) else [int(i) for i in part])
     ]
     return ImageInputs(folder).expand(ids, images, "the prompt").tolist(), images
 
@@ -176,15 +176,17 @@ def image_log_probs(
 
     from rollcast_data.vision.images import decode_image
 
-    read = [_END if each in {IMAGE_ID, VIDEO_ID} else each for each in tokens]
+    read = [_END if token_id in {IMAGE_ID, VIDEO_ID} else token_id for token_id in tokens]
     ids = torch.tensor([[*prompt, *read]])
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if images:
         auto_class: Any = AutoImageProcessor
-        given = dict(auto_class.from_pretrained(folder)([decode_image(each) for each in images], return_tensors="pt"))
-        given["mm_token_type_ids"] = (ids == IMAGE_ID).int()
+        inputs = dict(
+            auto_class.from_pretrained(folder)([decode_image(image) for image in images], return_tensors="pt")
+        )
+        inputs["mm_token_type_ids"] = (ids == IMAGE_ID).int()
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1].float()
+        logits: Tensor = model(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1].float()
     for token, number in (bias or {}).items():
         logits[:, token] += number
     chosen: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(list(tokens))[:, None])[:, 0].tolist()

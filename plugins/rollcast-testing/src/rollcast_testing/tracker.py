@@ -122,10 +122,14 @@ class TrackerSuite:
     def test_its_options_have_defaults(self, tracker_class: type[BaseTracker], tmp_path: Path) -> None:
         """Check the constructor: directory, config and start step, then options by keyword with defaults."""
         parameters = list(inspect.signature(tracker_class).parameters.values())
-        names = [each.name for each in parameters[:3]]
+        names = [parameter.name for parameter in parameters[:3]]
         require(names == ["run_dir", "config", "start_step"], f"the first arguments are BaseTracker's, not {names}")
-        plain = [each for each in parameters[3:] if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        bare = [each.name for each in plain if each.default is each.empty]
+        plain = [
+            parameter
+            for parameter in parameters[3:]
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
+        bare = [parameter.name for parameter in plain if parameter.default is parameter.empty]
         require(not bare, f"options have defaults, because tracker_kwargs may be empty; without: {bare}")
         with pytest.raises(TypeError):
             tracker_class(tmp_path, self.config(), 0, an_option_that_nobody_has=1)  # type: ignore[call-arg]
@@ -136,11 +140,11 @@ class TrackerSuite:
         with caplog.at_level(logging.WARNING):
             self.record(tracker_class, tmp_path / "run", range(1, 5))
         _require_silence(caplog)
-        found = self.read(tmp_path / "run")
-        if found is None:
+        records = self.read(tmp_path / "run")
+        if records is None:
             pytest.skip("the suite cannot read the records; override read()")
         expected = [(step, float(step)) for step in range(1, 5)]
-        require(list(found) == expected, f"the records are the run's, in order: {list(found)}")
+        require(list(records) == expected, f"the records are the run's, in order: {list(records)}")
 
     def test_a_continued_run_appends(
         self, tracker_class: type[BaseTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -149,25 +153,25 @@ class TrackerSuite:
             self.record(tracker_class, tmp_path / "run", range(1, 3))
             self.record(tracker_class, tmp_path / "run", range(3, 5), start_step=2)
         _require_silence(caplog)
-        found = self.read(tmp_path / "run")
-        if found is None:
+        records = self.read(tmp_path / "run")
+        if records is None:
             pytest.skip("the suite cannot read the records; override read()")
-        steps = [step for step, _ in found]
+        steps = [step for step, _ in records]
         require(steps == [1, 2, 3, 4], f"a continued run appends to the first: {steps}")
 
     def test_an_interrupted_run_is_written_again(self, tracker_class: type[BaseTracker], tmp_path: Path) -> None:
         """Check that records after the checkpoint of a run that died are replaced by the continued run's."""
         self.record(tracker_class, tmp_path / "run", range(1, 5))
         self.record(tracker_class, tmp_path / "run", range(3, 6), start_step=2, factor=10.0)
-        found = self.read(tmp_path / "run")
-        if found is None:
+        records = self.read(tmp_path / "run")
+        if records is None:
             pytest.skip("the suite cannot read the records; override read()")
         if not self.drops_later_steps:
-            require({step for step, _ in found} == set(range(1, 6)), f"every step has a record: {list(found)}")
+            require({step for step, _ in records} == set(range(1, 6)), f"every step has a record: {list(records)}")
             return
         expected = [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
-        law = f"steps after the checkpoint are the continued run's, once each: {list(found)}"
-        require(list(found) == expected, law)
+        law = f"steps after the checkpoint are the continued run's, once each: {list(records)}"
+        require(list(records) == expected, law)
 
     def test_any_metrics_are_recorded(
         self, tracker_class: type[BaseTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -182,12 +186,12 @@ class TrackerSuite:
             "é/β": 1e300,
             **{f"many/{number}": float(number) for number in range(300)},
         }
-        kept = copy.deepcopy(odd)
+        original = copy.deepcopy(odd)
         with caplog.at_level(logging.WARNING):
             self.record(tracker_class, tmp_path / "run", range(1, 3), metrics=odd)
             self.record(tracker_class, tmp_path / "empty", ())
         _require_silence(caplog)
-        require(repr(odd) == repr(kept), "the metrics of the run are not changed")
+        require(repr(odd) == repr(original), "the metrics of the run are not changed")
 
     def test_a_failed_run_is_closed(
         self, tracker_class: type[BaseTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -195,9 +199,9 @@ class TrackerSuite:
         with caplog.at_level(logging.WARNING):
             self.record(tracker_class, tmp_path / "run", range(1, 3), error=ValueError("lost a rank\nand another"))
         _require_silence(caplog)
-        found = self.read(tmp_path / "run")
-        if found is not None:
-            require([step for step, _ in found] == [1, 2], f"a failed run keeps its records: {list(found)}")
+        records = self.read(tmp_path / "run")
+        if records is not None:
+            require([step for step, _ in records] == [1, 2], f"a failed run keeps its records: {list(records)}")
 
     def test_it_closes_before_a_step(self, tracker_class: type[BaseTracker], tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
@@ -206,10 +210,10 @@ class TrackerSuite:
     def test_two_runs_do_not_mix(self, tracker_class: type[BaseTracker], tmp_path: Path) -> None:
         self.record(tracker_class, tmp_path / "first", range(1, 3))
         self.record(tracker_class, tmp_path / "second", range(1, 5), factor=2.0)
-        found = self.read(tmp_path / "first")
-        if found is None:
+        records = self.read(tmp_path / "first")
+        if records is None:
             pytest.skip("the suite cannot read the records; override read()")
-        require(list(found) == [(1, 1.0), (2, 2.0)], f"a run has its own records only: {list(found)}")
+        require(list(records) == [(1, 1.0), (2, 2.0)], f"a run has its own records only: {list(records)}")
 
     def test_it_writes_into_the_run_directory(self, tracker_class: type[BaseTracker], tmp_path: Path) -> None:
         before, config = dict(os.environ), self.config()

@@ -176,8 +176,8 @@ class TrainerSuite:
         for step in (1, 2):
             expected += [("step_start", step), ("metrics", step), ("step_end", step)]
         expected.append(("fit_end", None))
-        kept = [event for event in seen.events if event[0] != "checkpoint" and event != ("metrics", 0)]
-        require(kept == expected, f"the hooks of two steps are {expected}, not {kept}")
+        events = [event for event in seen.events if event[0] != "checkpoint" and event != ("metrics", 0)]
+        require(events == expected, f"the hooks of two steps are {expected}, not {events}")
         saved = [step for name, step in seen.events if name == "checkpoint"]
         require(saved == [1, 2], f"with trainer.save_freq=1 there is a checkpoint after each step, not {saved}")
         require(seen.errors == [None], f"on_fit_end is called once, without an error: {seen.errors}")
@@ -228,11 +228,11 @@ class TrainerSuite:
             self.launch(task, tmp_path / "run", "trainer_kwargs.an_option_that_nobody_has=1")
         require(not (tmp_path / "run").exists(), "a refused run writes nothing")
 
-    def _require_same(self, given: _Seen, expected: _Seen, what: str) -> None:
+    def _require_same(self, actual: _Seen, expected: _Seen, what: str) -> None:
         last = max(expected.metrics, default=0)
         pair = [
             {name: value for name, value in seen.metrics.get(last, {}).items() if not self.is_timing(name)}
-            for seen in (given, expected)
+            for seen in (actual, expected)
         ]
         require(bool(pair[1]), "the last step has metrics")
         different = {

@@ -132,12 +132,12 @@ class LoopTrainer(StagedTrainer):
         With ``before``, stop in front of that stage and record no metrics: a stage calls this to get more rows.
         """
         recorder = self.run.recorder
-        made: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         last = max((n for n, place in enumerate(self.places) if place.spec.is_recorded), default=-1)
         for number, (place, stage) in enumerate(zip(self.places, self.stages, strict=True)):
             if stage is before:
                 break
-            collected = made if self.records and before is None and place.spec.is_recorded else None
+            collected = metrics if self.records and before is None and place.spec.is_recorded else None
             with (
                 recorder.phase(stage.phase or place.name),
                 recorder.muted(before is not None),
@@ -146,7 +146,7 @@ class LoopTrainer(StagedTrainer):
                 batch = stage(batch)
             if collected is not None and number == last:
                 with recorder.phase("record_trajectories"):
-                    self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), made)
+                    self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), metrics)
         if before is None:
             self.run.join_updates()
         return batch

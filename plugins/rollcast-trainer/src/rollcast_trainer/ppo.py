@@ -42,8 +42,8 @@ class PpoTrainer(LoopTrainer):
         self.run.use(places)
         if self.task.replay_of is None:
             return [(place, stages.get(place.name)(self.run)) for place in places]
-        replay, *kept = replayed_places(places)
-        built = [(place, stages.get(place.name)(self.run)) for place in kept]
+        replay, *rest = replayed_places(places)
+        built = [(place, stages.get(place.name)(self.run)) for place in rest]
         return [(replay, ReplayedRollouts(self.run, self.record)), *built]
 
     def setup(self) -> None:

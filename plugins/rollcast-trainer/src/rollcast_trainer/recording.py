@@ -172,9 +172,9 @@ class CallRecorder:
         return ", ".join(f"{name} ({count})" for name, count in self._calls.items()) or "none"
 
     def _new_folder(self, name: str) -> Path:
-        taken = 0
-        while (folder := self._folder / (f"{name}.{taken}" if taken else name)).exists():
-            taken += 1
+        attempt = 0
+        while (folder := self._folder / (f"{name}.{attempt}" if attempt else name)).exists():
+            attempt += 1
         folder.mkdir(parents=True)
         return folder
 
@@ -259,8 +259,8 @@ def _record_state(worker: Worker, role: str) -> _Written:
     except BaseException:
         _drop_state(worker, role)
         raise
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return _Written(str(folder), {path.relative_to(folder).as_posix(): path.stat().st_size for path in found})
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return _Written(str(folder), {path.relative_to(folder).as_posix(): path.stat().st_size for path in files})
 
 
 def _read_part(worker: Worker, file: str, start: int, count: int) -> bytes:  # noqa: ARG001  # see run_function
@@ -281,8 +281,8 @@ def _fetched(value: Any) -> Any:
 
 def _dump(value: Any, file: Path) -> None:
     # With cloudpickle, classes defined in the script itself are pickled by value into the record.
-    found = importlib.util.find_spec("cloudpickle") is not None
-    pickler: Any = importlib.import_module("cloudpickle") if found else pickle
+    has_cloudpickle = importlib.util.find_spec("cloudpickle") is not None
+    pickler: Any = importlib.import_module("cloudpickle") if has_cloudpickle else pickle
     replace_file(file, pickler.dumps(value))
 
 
@@ -319,7 +319,7 @@ class Replay:
     def agrees(self, atol: float) -> bool:
         """Return True if no difference is larger than ``atol``, and both calls or neither failed."""
         failed = self.recorded is not None and bool(self.recorded.error)
-        return failed == bool(self.replayed.error) and all(found.difference <= atol for found in self.findings)
+        return failed == bool(self.replayed.error) and all(finding.difference <= atol for finding in self.findings)
 
 
 def replay(folder: Path, debug: bool = False, trust_pickle: bool = False) -> Replay:

@@ -324,9 +324,9 @@ def _check_distribution(request: RolloutRequest) -> None:
         CapabilityError: they do not; the message names the request and the parameter.
     """
     sampling = request.sampling
-    found = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     allowed: dict[str, tuple[float, ...]] = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (-1, 0)}
-    for name, value in found.items():
+    for name, value in options.items():
         if value not in allowed[name]:
             raise CapabilityError(
                 f"request {request.request_id!r}: {name} is {value}; TensorRT-LLM's server returns log-probs before "
@@ -342,7 +342,7 @@ def _take(
     probs = array("f", (choice.get("logprobs") or {}).get("token_logprobs", ()))
     if len(new) != len(probs):
         raise RolloutError(f"TensorRT-LLM answered with {len(new)} tokens and {len(probs)} log-probs")
-    kept = None if matcher is None else count_until_stop(matcher, new)
-    tokens += new[:kept]
-    log_probs += probs[:kept]
-    return "stop" if kept is not None else choice.get("finish_reason")
+    count = None if matcher is None else count_until_stop(matcher, new)
+    tokens += new[:count]
+    log_probs += probs[:count]
+    return "stop" if count is not None else choice.get("finish_reason")

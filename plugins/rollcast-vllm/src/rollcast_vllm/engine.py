@@ -131,7 +131,11 @@ class EngineThread:
 
     def _mark_dead(self) -> None:
         if self._death is None:
-            ends = [f"process {each.pid} ended with code {each.exitcode}" for each in self._processes if each.exitcode]
+            ends = [
+                f"process {process.pid} ended with code {process.exitcode}"
+                for process in self._processes
+                if process.exitcode
+            ]
             self._death = RolloutError(f"vLLM's engine died: {', '.join(ends) or 'see its output for the cause'}")
 
     def _copy_death(self) -> RolloutError:
@@ -177,7 +181,9 @@ def build_llm(arguments: Any, load: LoadReader) -> Any:
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=[load.logger_class()], disable_log_stats=True)
     # vLLM adds a Prometheus logger to any other, which costs time in each step and is not read here.
     manager = llm.logger_manager
-    manager.stat_loggers = [each for each in manager.stat_loggers if "Prometheus" not in type(each).__name__]
+    manager.stat_loggers = [
+        stat_logger for stat_logger in manager.stat_loggers if "Prometheus" not in type(stat_logger).__name__
+    ]
     return llm
 
 
@@ -252,7 +258,9 @@ async def call_workers(llm: Any, method: str, *args: Any) -> list[Any]:
     if llm.vllm_config.parallel_config.data_parallel_size == 1:
         return list(await llm.collective_rpc(method, args=args))
     client, call = llm.engine_core, ("collective_rpc", method, None, args, None)
-    answers = await asyncio.gather(*(client._call_utility_async(*call, engine=each) for each in client.core_engines))
+    answers = await asyncio.gather(
+        *(client._call_utility_async(*call, engine=engine) for engine in client.core_engines)
+    )
     return [answer for engine in answers for answer in engine]
 
 

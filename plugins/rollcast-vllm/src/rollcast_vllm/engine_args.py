@@ -51,7 +51,7 @@ def build_engine_args(setup: RolloutSetup, takes_images: bool = False) -> Any:
     """
     from vllm import AsyncEngineArgs
 
-    known = [each.name for each in dataclasses.fields(AsyncEngineArgs)]
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     own = {**_own_arguments(setup), **(IMAGE_ARGUMENTS if takes_images else {})}
     values = join_arguments(own, setup.config, known, "vLLM's AsyncEngineArgs", OWN_KEYS)
     try:

@@ -34,8 +34,8 @@ def build_items(pixel_values: Tensor, grids: Tensor, dtype: torch.dtype) -> Any:
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    given = {"pixel_values": pixel_values.to(dtype), "image_grid_thw": grids}
-    return MultiModalKwargsItems.from_hf_inputs(given, fields)
+    tensors = {"pixel_values": pixel_values.to(dtype), "image_grid_thw": grids}
+    return MultiModalKwargsItems.from_hf_inputs(tensors, fields)
 
 
 class ImagePrompts:

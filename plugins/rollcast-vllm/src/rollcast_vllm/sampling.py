@@ -122,8 +122,8 @@ class SequenceReader:
         """
         tokens = array("i", completion.token_ids)
         if self._matcher is not None and self._kept is None:
-            found = count_until_stop(self._matcher, tokens)
-            self._kept = None if found is None else len(self._tokens) + found
+            count = count_until_stop(self._matcher, tokens)
+            self._kept = None if count is None else len(self._tokens) + count
         self._tokens += tokens
         if tokens:
             self._log_probs += array("f", completion.logprobs.logprobs)
@@ -148,8 +148,12 @@ class SequenceReader:
                 f"request {self._request.request_id!r}: vLLM answered with finish reason {reason!r}, {counts[0]} "
                 f"tokens, {counts[1]} log-probs and {counts[2]} weight versions"
             )
-        kept, end = self._kept, "stop" if self.has_stopped else reason
-        tokens, log_probs, versions = self._tokens[:kept], self._log_probs[:kept], self._versions[:kept]
+        kept_tokens, end = self._kept, "stop" if self.has_stopped else reason
+        tokens, log_probs, versions = (
+            self._tokens[:kept_tokens],
+            self._log_probs[:kept_tokens],
+            self._versions[:kept_tokens],
+        )
         routed = None if self._layers is None or not tokens else self._choices(len(tokens), self._layers)
         return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], end), versions, routed)
 

@@ -89,8 +89,8 @@ class Segment:
         if not self.sampled:
             return
         if self.log_probs is None or len(self.log_probs) != len(self.token_ids):
-            found = "none" if self.log_probs is None else len(self.log_probs)
-            raise ValueError(f"a sampled segment of {len(self.token_ids)} tokens needs as many log-probs, got {found}")
+            count = "none" if self.log_probs is None else len(self.log_probs)
+            raise ValueError(f"a sampled segment of {len(self.token_ids)} tokens needs as many log-probs, got {count}")
         if (total := sum(run.tokens for run in self.weight_versions)) != len(self.token_ids):
             raise ValueError(f"the weight versions cover {total} of {len(self.token_ids)} sampled tokens")
 
@@ -140,7 +140,7 @@ class Trajectory:
     @cached_property
     def sampled_mask(self) -> NDArray[np.bool_]:
         """True for tokens that the engine sampled, bool ``[tokens]``."""
-        return np.repeat([segment.sampled for segment in self.segments], [len(each) for each in self.segments])
+        return np.repeat([segment.sampled for segment in self.segments], [len(segment) for segment in self.segments])
 
     @property
     def prompt_length(self) -> int:

@@ -55,8 +55,8 @@ class Verifiers(BaseEnvironment):
         tasks = await in_thread(_tasks, self._name, self._options)
         self._task = await in_thread(tasks.find, int(task.get("index", 0)))
         await self._begin(tasks.taskset)
-        given = task.get("prompt") or ()
-        for message in _prompt_of(self._task.data, with_system=not given or given[0]["role"] != "system"):
+        prompt = task.get("prompt") or ()
+        for message in _prompt_of(self._task.data, with_system=not prompt or prompt[0]["role"] != "system"):
             self._record(message)
         said = [_as_chat(node.message) for node in self._trace.nodes]
         return Observation(said, tools=self._tools.schemas if self._tools is not None else None)
@@ -142,7 +142,7 @@ class Verifiers(BaseEnvironment):
         self._trace.ok = True
         await invoke(self._task.finalize, {"trace": self._trace, "runtime": self._runtime})
         await self._task.score(self._trace, self._runtime)
-        parts = {name: each.value for name, each in self._trace.rewards.items() if each is not None}
+        parts = {name: reward.value for name, reward in self._trace.rewards.items() if reward is not None}
         numbers = {name: value for name, value in self._trace.metrics.items() if value is not None}
         return Observation(reward=self._trace.reward, done=True, components=parts, metrics=numbers)
 
@@ -201,7 +201,7 @@ def _built(name: str, kind: Callable[[Any], Any], fields: Mapping[str, Any]) -> 
     try:
         return kind(schema(**fields))
     except ValidationError as error:
-        reason = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        reason = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
         raise ConfigError(f"agent.environment_kwargs.options do not fit the taskset {name}: {reason}") from error
 
 
@@ -211,9 +211,9 @@ def _check_hooks(name: str, task: type) -> None:
     Raises:
         ConfigError: they do; the message names the hooks.
     """
-    found = [key for cls in task.__mro__ for key, value in vars(cls).items() if getattr(value, "intercept", False)]
-    if found:
-        raise ConfigError(f"{_KEY}={name}: its tasks rewrite messages ({', '.join(found)}); {_PROGRAM}")
+    intercepts = [key for cls in task.__mro__ for key, value in vars(cls).items() if getattr(value, "intercept", False)]
+    if intercepts:
+        raise ConfigError(f"{_KEY}={name}: its tasks rewrite messages ({', '.join(intercepts)}); {_PROGRAM}")
 
 
 def _prompt_of(data: Any, with_system: bool) -> Sequence[Any]:

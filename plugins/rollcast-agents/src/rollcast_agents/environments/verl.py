@@ -37,9 +37,9 @@ class VerlInteraction(BaseEnvironment):
         self._messages: list[dict[str, Any]] = []
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        given = (task.get("extra_info") or {}).get("interaction_kwargs") or task.get("interaction_kwargs") or {}
-        self._kwargs = {key: value for key, value in given.items() if key != "name"}
-        self._inner = self._named(given.get("name"))
+        options = (task.get("extra_info") or {}).get("interaction_kwargs") or task.get("interaction_kwargs") or {}
+        self._kwargs = {key: value for key, value in options.items() if key != "name"}
+        self._inner = self._named(options.get("name"))
         self._messages = [dict(message) for message in task.get("prompt") or ()]
         instance = str(uuid.uuid4())
         started = await awaited(self._inner.start_interaction(instance, **self._kwargs))
@@ -78,15 +78,15 @@ def load_interaction_config(path: str | Path) -> dict[str, Any]:
         ConfigError: the file or a class cannot be read; the message names the entry.
     """
     key = "agent.interaction_config_path"
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for where, entry in read_entries(key, path, "interaction").items():
         name, built = _interaction(where, entry)
-        if name in found:
+        if name in loaded:
             raise ConfigError(f"{where} has the name {name!r}, which another entry already uses")
-        found[name] = built
-    if not found:
+        loaded[name] = built
+    if not loaded:
         raise ConfigError(f"{key}={path} has no entry in its list 'interaction'")
-    return found
+    return loaded
 
 
 def _interaction(where: str, entry: Mapping[str, Any]) -> tuple[str, Any]:

@@ -106,16 +106,16 @@ async def _run(process: asyncio.subprocess.Process, task: bytes) -> tuple[str, s
         out, err = (bytes(each.result()) if each.done() else b"" for each in reading)
         return out.decode(errors="replace"), err.decode(errors="replace")
     finally:
-        for each in reading:
-            each.cancel()
+        for reader in reading:
+            reader.cancel()
 
 
 async def _end_of(stream: asyncio.StreamReader | None) -> bytes:
     """Read a stream to its end; return its last bytes, since a program may write without end."""
-    kept = b""
+    tail = b""
     while stream is not None and (part := await stream.read(_CHUNK)):
-        kept = (kept + part)[-_KEPT:]
-    return kept
+        tail = (tail + part)[-_KEPT:]
+    return tail
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -176,14 +176,14 @@ def _offered(tools: RolloutTools, seen: Observation, before: Sequence[ToolSchema
 def _with_schemas(schemas: Sequence[ToolSchema], more: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
     """Return the schemas and those of ``more`` with other names."""
     names = {schema["function"]["name"] for schema in schemas}
-    return [*schemas, *(each for each in more if each["function"]["name"] not in names)]
+    return [*schemas, *(schema for schema in more if schema["function"]["name"] not in names)]
 
 
 def _own_tools(task: Mapping[str, Any]) -> Sequence[ToolSchema]:
     """Return the schemas in the task's column ``tools``; empty if a task uses this name for something else."""
     tools = task.get("tools") or ()
     are_schemas = isinstance(tools, Sequence) and all(
-        isinstance(each, Mapping) and isinstance(each.get("function"), Mapping) for each in tools
+        isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
     )
     return list(tools) if are_schemas else ()
 

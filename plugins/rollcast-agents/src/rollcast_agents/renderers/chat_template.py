@@ -91,13 +91,13 @@ class ChatTemplateRenderer(BaseRenderer):
     def stop_token_ids(self) -> tuple[int, ...]:
         with self._named():
             stop = self._template.closing(self.setup.options).stop
-        found = [self._tokenizer.convert_tokens_to_ids(stop) if stop else None, self._tokenizer.eos_token_id]
-        return tuple(dict.fromkeys(int(token) for token in found if token is not None))
+        stop_ids = [self._tokenizer.convert_tokens_to_ids(stop) if stop else None, self._tokenizer.eos_token_id]
+        return tuple(dict.fromkeys(int(token) for token in stop_ids if token is not None))
 
     # ---- parsing ----
 
     def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
-        kept = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
-        reasoning, rest = split_reasoning(self.decode(kept))
+        context = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
+        reasoning, rest = split_reasoning(self.decode(context))
         parsed = self._parse_calls(rest, tools)
         return Message(parsed.text, reasoning or parsed.reasoning, parsed.calls)

@@ -72,12 +72,12 @@ class LibraryRenderer(BaseRenderer):
 
     def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
         parsed = self._renderer.parse_response(ids.tolist(), tools=_specs(tools))
-        found = list(parsed.tool_calls or ())
-        if found and tools:
+        tool_calls = list(parsed.tool_calls or ())
+        if tool_calls and tools:
             as_text = self._renderer.parse_response(ids.tolist(), tools=_text_specs(tools)).tool_calls
             schemas = tool_parameters(tools)
-            found = [_typed(call, text, schemas) for call, text in zip(found, as_text, strict=True)]
-        calls = tuple(_call(number, call) for number, call in enumerate(found))
+            tool_calls = [_typed(call, text, schemas) for call, text in zip(tool_calls, as_text, strict=True)]
+        calls = tuple(_call(number, call) for number, call in enumerate(tool_calls))
         return Message(parsed.content or "", parsed.reasoning_content or "", calls)
 
     def encode(self, text: str) -> Tokens:
@@ -89,7 +89,7 @@ class LibraryRenderer(BaseRenderer):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(int(each) for each in self._renderer.get_stop_token_ids())
+        return tuple(int(token) for token in self._renderer.get_stop_token_ids())
 
     def _checked(self, render: Any, messages: Any, **options: Any) -> Tokens:
         try:

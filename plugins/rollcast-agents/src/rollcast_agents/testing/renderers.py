@@ -66,11 +66,13 @@ class RendererSuite:
 
     def test_extending_keeps_every_id(self, renderer: BaseRenderer) -> None:
         """Check that an extended context starts with the exact existing ids, or is None."""
-        for each in extend_each(renderer, self.conversations(), self.replies):
-            if each.extended is None:
-                assert not self.always_extends, f"the reply {each.reply!r} was not extended"
+        for extension in extend_each(renderer, self.conversations(), self.replies):
+            if extension.extended is None:
+                assert not self.always_extends, f"the reply {extension.reply!r} was not extended"
                 continue
-            assert each.keeps, f"extending the reply {each.reply!r} by {each.roles} changed ids that were there"
+            assert extension.keeps, (
+                f"extending the reply {extension.reply!r} by {extension.roles} changed ids that were there"
+            )
 
     def test_a_reply_survives(self, renderer: BaseRenderer) -> None:
         """Check that a plain reply is parsed unchanged, except for whitespace at its ends."""

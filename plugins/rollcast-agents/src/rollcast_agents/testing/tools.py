@@ -44,8 +44,8 @@ class ToolSuite:
         async def run() -> list[ToolResult]:
             box = ToolBox([tool], ToolLimits(timeout_s=30))
             async with box.rollout(self.task) as tools:
-                calls = [tools.call(ToolCall(name, each)) for each in arguments]
-                return list(await asyncio.gather(*calls)) if at_once else [await each for each in calls]
+                calls = [tools.call(ToolCall(name, argument)) for argument in arguments]
+                return list(await asyncio.gather(*calls)) if at_once else [await call for call in calls]
 
         return asyncio.run(run())
 

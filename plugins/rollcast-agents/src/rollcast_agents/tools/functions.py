@@ -45,7 +45,7 @@ class FunctionTool(BaseTool):
             if error.title != getattr(self._call, "__name__", error.title):
                 raise  # an error of the function itself
             wrong = "; ".join(
-                f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()
+                f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}" for problem in error.errors()
             )
             return ToolResult(f"The arguments of {self._name} do not fit: {wrong}", is_error=True)
 
@@ -74,7 +74,7 @@ def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
         parameters = adapter.json_schema()
     except (PydanticUserError, TypeError, NameError) as error:
         raise ConfigError(f"tool {name}: its arguments cannot be described to a model: {error}") from error
-    described = {each.arg_name: each.description for each in doc.params if each.description}
+    described = {param.arg_name: param.description for param in doc.params if param.description}
     for key, value in parameters.get("properties", {}).items():
         value.pop("title", None)
         if key in described:

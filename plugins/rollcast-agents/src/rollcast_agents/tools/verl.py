@@ -38,8 +38,8 @@ class VerlTool(BaseTool):
     async def open(self, task: Mapping[str, Any]) -> str:
         instance = str(uuid.uuid4())
         name = self._schema["function"]["name"]
-        given = ((task.get("extra_info") or {}).get("tools_kwargs") or task.get("tools_kwargs") or {}).get(name, {})
-        created = await awaited(self._inner.create(instance, **(given.get("create_kwargs") or {})))
+        options = ((task.get("extra_info") or {}).get("tools_kwargs") or task.get("tools_kwargs") or {}).get(name, {})
+        created = await awaited(self._inner.create(instance, **(options.get("create_kwargs") or {})))
         return str(created[0] if isinstance(created, tuple) else created or instance)
 
     async def call(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
@@ -77,12 +77,12 @@ def _built(where: str, cls: Any, entry: Mapping[str, Any]) -> VerlTool:
     schema = entry.get("tool_schema")
     try:
         inner = cls(config=dict(entry.get("config") or {}), tool_schema=_model(schema))
-        found = schema or _plain(inner.get_openai_tool_schema())
+        tool_schema = schema or _plain(inner.get_openai_tool_schema())
     except Exception as error:  # the user's constructor may raise anything
         raise ConfigError(f"{where}: {cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Mapping) or "function" not in found:
+    if not isinstance(tool_schema, Mapping) or "function" not in tool_schema:
         raise ConfigError(f"{where} has no tool_schema with a function")
-    return VerlTool(inner, found)
+    return VerlTool(inner, tool_schema)
 
 
 def _model(schema: Any) -> Any:

@@ -50,13 +50,15 @@ def has_failed(trajectory: Trajectory) -> bool:
 def scoring_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return the columns of the trajectories' rows that the scorer reads besides those of their tokens."""
     return {
-        "messages": [list(each.messages) for each in trajectories],
-        "reward_components": [dict(each.reward_components) for each in trajectories],
+        "messages": [list(trajectory.messages) for trajectory in trajectories],
+        "reward_components": [dict(trajectory.reward_components) for trajectory in trajectories],
         "reward_error": [
-            each.failure.message if each.failure is not None and each.failure.boundary == "reward" else ""
-            for each in trajectories
+            trajectory.failure.message
+            if trajectory.failure is not None and trajectory.failure.boundary == "reward"
+            else ""
+            for trajectory in trajectories
         ],
-        "rollout_failed": torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool),
+        "rollout_failed": torch.tensor([has_failed(trajectory) for trajectory in trajectories], dtype=torch.bool),
     }
 
 
@@ -94,19 +96,19 @@ class AgentLoopManager:
             return _assembled(prompts, self._run(rows, sampling))
         addresses = list(self._addresses())
         lists = self._run(rows, sampling, addresses)
-        while failed := [row for row, found in enumerate(lists) if any(map(_is_failed_by_engine, found))]:
+        while failed := [row for row, of_row in enumerate(lists) if any(map(_is_failed_by_engine, of_row))]:
             before, addresses = addresses, list(self._addresses())
             if addresses == before:  # no replica was lost
                 break
             logger.warning("%d rollouts run again, since their replica was restarted", len(failed))
             again = self._run(rows.select_idxs(torch.tensor(failed)), sampling, addresses)
-            for row, found in zip(failed, again, strict=True):
-                lists[row] = found
+            for row, trajectories_of_row in zip(failed, again, strict=True):
+                lists[row] = trajectories_of_row
         return _assembled(prompts, lists)
 
     def _run(self, rows: DataProto, *arguments: Any) -> list[Sequence[Trajectory]]:
-        found = self._group.run_rollouts(_padded(rows, self._group.world_size), *arguments)
-        return list(found.non_tensor_batch["trajectories"])[: len(rows)]
+        rollouts = self._group.run_rollouts(_padded(rows, self._group.world_size), *arguments)
+        return list(rollouts.non_tensor_batch["trajectories"])[: len(rows)]
 
 
 def _is_failed_by_engine(trajectory: Trajectory) -> bool:
@@ -160,18 +162,18 @@ def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
 
 
 def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rollouts:
-    sources = [row for row, found in enumerate(lists) for _ in found]
-    trajectories = [each for found in lists for each in found]
-    given = Jagged.of(prompts["prompts"], "prompts")
-    bounds = given.offsets.tolist()
-    for place, (row, each) in enumerate(zip(sources, trajectories, strict=True)):
-        if not each.segments:
+    sources = [row for row, trajectories_of_row in enumerate(lists) for _ in trajectories_of_row]
+    trajectories = [one for trajectories_of_row in lists for one in trajectories_of_row]
+    context = Jagged.of(prompts["prompts"], "prompts")
+    bounds = context.offsets.tolist()
+    for place, (row, trajectory) in enumerate(zip(sources, trajectories, strict=True)):
+        if not trajectory.segments:
             # Nothing was sampled or even rendered; use the prompt, because an empty row could not be decoded.
-            ids = given.values[bounds[row] : bounds[row + 1]].to(torch.int32).numpy()
-            trajectories[place] = replace(each, segments=(Segment(ids, sampled=False, turn=0),))
+            ids = context.values[bounds[row] : bounds[row + 1]].to(torch.int32).numpy()
+            trajectories[place] = replace(trajectory, segments=(Segment(ids, sampled=False, turn=0),))
     rows = assemble_trajectories(trajectories).with_columns(scoring_columns(trajectories))
-    kept = prompts.drop([name for name in _REPLACED if name in prompts])
-    return Rollouts(kept.select_idxs(torch.tensor(sources, dtype=torch.int64)).joined(rows), trajectories, sources)
+    rest = prompts.drop([name for name in _REPLACED if name in prompts])
+    return Rollouts(rest.select_idxs(torch.tensor(sources, dtype=torch.int64)).joined(rows), trajectories, sources)
 
 
 def refuse_if_empty(rollouts: Rollouts, step: int) -> None:
@@ -180,12 +182,12 @@ def refuse_if_empty(rollouts: Rollouts, step: int) -> None:
     Raises:
         RolloutError: none can; the message counts the failures by boundary, and quotes the first.
     """
-    if any(each.sampled_tokens and not has_failed(each) for each in rollouts.trajectories):
+    if any(trajectory.sampled_tokens and not has_failed(trajectory) for trajectory in rollouts.trajectories):
         return
-    whole = list({each.rollout_id: each for each in rollouts.trajectories}.values())
-    failures = [each.failure for each in whole if each.failure is not None]
-    counts = [f"{count} in the {name}" for name, count in Counter(each.boundary for each in failures).items()]
-    ends = Counter(each.end for each in whole if each.failure is None)
+    whole = list({trajectory.rollout_id: trajectory for trajectory in rollouts.trajectories}.values())
+    failures = [trajectory.failure for trajectory in whole if trajectory.failure is not None]
+    counts = [f"{count} in the {name}" for name, count in Counter(failure.boundary for failure in failures).items()]
+    ends = Counter(trajectory.end for trajectory in whole if trajectory.failure is None)
     said = ", ".join([*counts, *(f"{count} ended with {end} before a reply" for end, count in ends.items())])
     first = f"; the first: {failures[0].message}" if failures else ""
     raise RolloutError(f"all {len(whole)} rollouts of step {step} failed: {said}{first}")

@@ -97,7 +97,8 @@ class AgentGenerator:
         columns = rollouts.batch.non_tensor_batch
         names = [name for name in _TASK if name in columns]
         self._records += [
-            Record(each, {name: columns[name][row] for name in names}) for row, each in enumerate(rollouts.trajectories)
+            Record(trajectory, {name: columns[name][row] for name in names})
+            for row, trajectory in enumerate(rollouts.trajectories)
         ]
 
     def take(self) -> list[Record]:
@@ -175,7 +176,7 @@ class AgentRollout(Stage):
         generated = self._without_failed(rollouts.batch)
         if self._serves:
             generated = generated.with_columns({"old_log_probs": generated["rollout_log_probs"]})
-        tokens = sum(each.sampled_tokens for each in rollouts.trajectories)
+        tokens = sum(trajectory.sampled_tokens for trajectory in rollouts.trajectories)
         count = max(len(generated["rollout_index"].unique()), 1)
         run.record(
             {
@@ -209,8 +210,8 @@ class AgentRollout(Stage):
         failed, mask = batch["rollout_failed"], Jagged.of(batch["response_mask"])
         sampled = mask.sums() > 0
         if self._config.on_failure == "mask":
-            kept = mask.values & failed.logical_not()[mask.rows]
-            batch = batch.with_columns({"response_mask": mask.like(kept)})
+            trained = mask.values & failed.logical_not()[mask.rows]
+            batch = batch.with_columns({"response_mask": mask.like(trained)})
         else:
             sampled &= failed.logical_not()
         return batch if bool(sampled.all()) else batch.select_idxs(sampled.nonzero().flatten())
@@ -223,7 +224,7 @@ def _together(parts: Sequence[Rollouts]) -> Rollouts:
     for part in parts:
         sources += [rows + source for source in part.sources]
         rows += max(part.sources, default=-1) + 1
-    return Rollouts(batch, [each for part in parts for each in part.trajectories], sources)
+    return Rollouts(batch, [trajectory for part in parts for trajectory in part.trajectories], sources)
 
 
 class SaveTrajectories(Stage):
@@ -256,7 +257,7 @@ class SaveTrajectories(Stage):
         if self.run.step % self._config.save_trajectories == 0:
             scores = _scores(batch)
             path = record_path(self.run.task.run_dir, self.run.step)
-            save_records(path, (self._finished(each, scores) for each in records))
+            save_records(path, (self._finished(record, scores) for record in records))
         return batch
 
     def _finished(self, record: Record, scores: Mapping[str, float]) -> Record:
@@ -267,11 +268,11 @@ class SaveTrajectories(Stage):
 
 def _scores(batch: DataProto) -> dict[str, float]:
     """Return rollout id → sum of the scores of its rows."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     sums = Jagged.of(batch["token_level_scores"]).sums().tolist()
     for rollout_id, score in zip(batch.non_tensor_batch["rollout_id"], sums, strict=True):
-        found[rollout_id] = found.get(rollout_id, 0.0) + score
-    return found
+        metrics[rollout_id] = metrics.get(rollout_id, 0.0) + score
+    return metrics
 
 
 def _role_of(run: TrainingRun) -> str:

@@ -128,12 +128,14 @@ class InProcessAgentLoopWorker(_AgentWorker):
             return await collector.generate(of.number, request)
 
         with rollout.generating():
-            found = await host.run(_rollouts(rows), generate, sampling, enter=collector.enter, leave=collector.leave)
-        return _collected(rows, found)
+            trajectories = await host.run(
+                _rollouts(rows), generate, sampling, enter=collector.enter, leave=collector.leave
+            )
+        return _collected(rows, trajectories)
 
     def _rollout(self) -> BaseRollout:
-        found = (getattr(worker, "rollout", None) for worker in self.colocated.values())
-        rollout = next((each for each in found if isinstance(each, BaseRollout)), None)
+        candidates = (getattr(worker, "rollout", None) for worker in self.colocated.values())
+        rollout = next((candidate for candidate in candidates if isinstance(candidate, BaseRollout)), None)
         if rollout is None:
             raise CapabilityError(
                 "agents need a rollout in the actor's processes, and there is none here; remove the role from "
@@ -152,8 +154,8 @@ def _rollouts(rows: DataProto) -> list[Rollout]:
     ]
 
 
-def _collected(rows: DataProto, found: Sequence[Any]) -> DataProto:
-    lists = iter(found)
+def _collected(rows: DataProto, trajectories: Sequence[Any]) -> DataProto:
+    lists = iter(trajectories)
     return DataProto.from_dict(
         {}, {"trajectories": [[] if filler else next(lists) for filler in rows["filler"].tolist()]}
     )

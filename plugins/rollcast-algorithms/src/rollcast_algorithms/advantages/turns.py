@@ -43,8 +43,8 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
     rewards = turns.pad(turns.sums(masked("token_level_rewards", inputs.token_level_rewards, chosen).detach()))
     values = turns.pad(turns.firsts(masked("values", inputs.values, chosen).detach()).double())
     deltas = rewards + inputs.gamma * pad(values, (0, 1))[:, 1:] - values
-    found = discounted_suffix_sums(deltas, torch.full_like(deltas, inputs.gamma * inputs.lam))
-    raw, returns = turns.spread(turns.unpad(found)), turns.spread(turns.unpad(found + values))
+    advantages = discounted_suffix_sums(deltas, torch.full_like(deltas, inputs.gamma * inputs.lam))
+    raw, returns = turns.spread(turns.unpad(advantages)), turns.spread(turns.unpad(advantages + values))
     return AdvantageOutputs(whiten(raw, chosen) if inputs.whiten else raw, returns)
 
 

@@ -190,8 +190,8 @@ def vespo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     total = tokens.log_ratio.detach().sum(-1, keepdim=True)
     floor = math.log(VESPO_MIN_WEIGHT)
     if "rollout_is_weights" in inputs.columns:
-        given = masked("rollout_is_weights", inputs.rollout_is_weights, tokens.chosen).detach()
-        logs = given.log().clamp(floor, MAX_LOG_RATIO)
+        weights = masked("rollout_is_weights", inputs.rollout_is_weights, tokens.chosen).detach()
+        logs = weights.log().clamp(floor, MAX_LOG_RATIO)
         total = total + torch.where(tokens.chosen, logs, 0.0).sum(-1, keepdim=True)
     log_weight = total.clamp(floor, MAX_LOG_RATIO)
     good = tokens.advantages >= 0

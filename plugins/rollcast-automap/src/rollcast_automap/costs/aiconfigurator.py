@@ -100,10 +100,10 @@ class KernelTimes:
         key = (phase, rows, length)
         if key not in self._known:
             if phase == "prefill":
-                found, _ = self._engine.run_static_per_op(batch_size=rows, isl=length, osl=1, mode="static_ctx")
+                op_times, _ = self._engine.run_static_per_op(batch_size=rows, isl=length, osl=1, mode="static_ctx")
             else:
-                found = self._engine.decode_step_per_op(rows, length, 2)
-            times = {name: milliseconds * 1e-3 for name, milliseconds, *_ in found}
+                op_times = self._engine.decode_step_per_op(rows, length, 2)
+            times = {name: milliseconds * 1e-3 for name, milliseconds, *_ in op_times}
             wire = sum(seconds for name, seconds in times.items() if name.endswith(_WIRE))
             self._known[key] = KernelSeconds(sum(times.values()) - wire, wire)
         return self._known[key]
@@ -141,11 +141,11 @@ class AiconfiguratorCosts(AnalyticalCosts):
             return analytical
         role = problem.role(stage.role)
         backend, note = self._backend(role)
-        found = [
+        costs = [
             self._generation(problem, role, placement, analytical, system, backend)
             for system in sorted({self._system(problem, node, backend) for node, _ in pool.places})
         ]
-        cost = max(found, key=lambda each: each.seconds)
+        cost = max(costs, key=lambda candidate: candidate.seconds)
         return replace(cost, note="; ".join(filter(None, (note, cost.note))))
 
     def times(self, system: str, backend: str, model: ModelFacts, tensor: int) -> KernelTimes | str:
@@ -198,7 +198,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
             steps = [table.decode(active, context) for table in known]
             return max(step.busy + step.wire for step in steps)
 
-        return GenerationSpeed(max((each.busy + each.wire) / together for each, together in passes), decode)
+        return GenerationSpeed(max((cost.busy + cost.wire) / together for cost, together in passes), decode)
 
     def _prefill_pass(self, times: KernelTimes, prompt: float, rows: int) -> tuple[KernelSeconds, int]:
         """Return the time of a prefill pass over prompts of ``prompt`` tokens, and the prompts in the pass."""
@@ -235,9 +235,9 @@ class AiconfiguratorCosts(AnalyticalCosts):
         asked = self.options.systems.get(kind)
         system = asked or next((name for name in (f"{kind}_sxm", kind) if name in known), None)
         if system not in known:
-            found = f"cost_model.systems.{kind} is {asked!r}" if asked else f"the database has no system for {kind!r}"
+            reason = f"cost_model.systems.{kind} is {asked!r}" if asked else f"the database has no system for {kind!r}"
             raise ConfigError(
-                f"{found}; {backend} was measured on {', '.join(known)}; choose the closest by "
+                f"{reason}; {backend} was measured on {', '.join(known)}; choose the closest by "
                 f"cost_model.systems.{kind}=SYSTEM, or the cost model analytical"
             )
         return system

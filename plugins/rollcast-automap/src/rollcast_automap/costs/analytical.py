@@ -173,8 +173,8 @@ class AnalyticalCosts(BaseCostModel):
 
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
         """Return the memory of a role on each of its devices."""
-        given = self.efficiency
-        return price_memory(problem, role, placement, pool, mode, given.reserve_bytes, given.graph_bytes)
+        efficiency = self.efficiency
+        return price_memory(problem, role, placement, pool, mode, efficiency.reserve_bytes, efficiency.graph_bytes)
 
     def _parameters(self, role: RoleSpec) -> int:
         model = role.model

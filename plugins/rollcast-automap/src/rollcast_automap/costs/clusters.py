@@ -76,11 +76,11 @@ def build_cluster(config: ClusterConfig) -> Cluster:
         ConfigError: the kind of device is not known and its figures are incomplete, or a key of a group is not valid.
     """
     nodes: list[Node] = []
-    for index, given in enumerate(config.groups or [{}]):
+    for index, values in enumerate(config.groups or [{}]):
         path = f"cluster.groups[{index}]" if config.groups else "cluster"
-        group = build_section(NodesConfig, given, path, closed=True)
+        group = build_section(NodesConfig, values, path, closed=True)
         node = _node(config, group, path)
-        known = {each.kind.name: each for each in nodes}
+        known = {member.kind.name: member for member in nodes}
         name, number = node.kind.name, 2
         # Planners identify kinds by name, so devices of one kind with different figures need different names.
         while name in known and not _alike(known[name], node):
@@ -102,8 +102,8 @@ def _node(config: ClusterConfig, group: NodesConfig, path: str) -> Node:
     """
     name = group.device or config.device
     shared = config if group.device in (None, config.device) else ClusterConfig()
-    given = {key: getattr(group, key) or getattr(shared, key) for key in _FIGURES}
-    missing = [key for key, value in given.items() if value is None]
+    figures = {key: getattr(group, key) or getattr(shared, key) for key in _FIGURES}
+    missing = [key for key, value in figures.items() if value is None]
     if name not in DEVICE_KINDS and missing:
         raise ConfigError(
             f"{path}.device is {name!r}; valid: {', '.join(DEVICE_KINDS)}; for another device give the figures too, "
@@ -112,12 +112,12 @@ def _node(config: ClusterConfig, group: NodesConfig, path: str) -> Node:
     sheet = DEVICE_KINDS.get(name) or DeviceKind(name, 0, {}, 0.0, 0.0, "cluster.*")
     kind = replace(
         sheet,
-        memory_bytes=sheet.memory_bytes if given["memory_gib"] is None else round(given["memory_gib"] * 2**30),
-        flops=sheet.flops if given["tflops"] is None else {**sheet.flops, "bfloat16": given["tflops"] * 1e12},
-        memory_bandwidth=_bytes(given["memory_gbyte_s"], sheet.memory_bandwidth),
-        host_bandwidth=_bytes(given["host_gbyte_s"], sheet.host_bandwidth),
+        memory_bytes=sheet.memory_bytes if figures["memory_gib"] is None else round(figures["memory_gib"] * 2**30),
+        flops=sheet.flops if figures["tflops"] is None else {**sheet.flops, "bfloat16": figures["tflops"] * 1e12},
+        memory_bandwidth=_bytes(figures["memory_gbyte_s"], sheet.memory_bandwidth),
+        host_bandwidth=_bytes(figures["host_gbyte_s"], sheet.host_bandwidth),
     )
-    link = _bytes(given["link_gbyte_s"], LINK_BANDWIDTHS.get(name, 0.0))
+    link = _bytes(figures["link_gbyte_s"], LINK_BANDWIDTHS.get(name, 0.0))
     return Node(kind, group.devices_per_node or config.devices_per_node, link)
 
 

@@ -26,7 +26,7 @@ def read_samples(path: Path, longest: int) -> list[float]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--lengths {path} cannot be read: {error}") from error
-    found: list[float] = []
+    quantiles: list[float] = []
     for number, line in enumerate(lines, 1):
         try:
             value = float(line) if line.strip() else None
@@ -34,10 +34,10 @@ def read_samples(path: Path, longest: int) -> list[float]:
             value = -1.0
         if value is not None and not value > 0:
             raise DataError(f"--lengths {path}, line {number}: {line.strip()!r} is no number of tokens above 0")
-        found += [] if value is None else [min(value, float(longest))]
-    if not found:
+        quantiles += [] if value is None else [min(value, float(longest))]
+    if not quantiles:
         raise DataError(f"--lengths {path} has no numbers; write one number of tokens a line")
-    return found
+    return quantiles
 
 
 @dataclass(frozen=True)
@@ -182,26 +182,26 @@ class LengthCurve:
 
         The expectation is the integral of ``1 - F(x)**count``; over a linear piece of ``F`` it has a closed form.
         """
-        found = self.quantiles[0]
+        length = self.quantiles[0]
         power = count + 1
         for place in range(1, len(self.levels)):
             low, high = self.quantiles[place - 1], self.quantiles[place]
             start, end = self.levels[place - 1], self.levels[place]
             mean_power = (end**power - start**power) / (power * (end - start))
-            found += (high - low) * (1.0 - mean_power)
-        return found
+            length += (high - low) * (1.0 - mean_power)
+        return length
 
     def draw(self, count: int, seed: int) -> list[float]:
         """Draw ``count`` lengths in whole tokens; equal seeds draw equal lengths."""
         source = random.Random(seed)  # noqa: S311  # no secret
-        found = []
+        lengths = []
         for _ in range(count):
             level = source.random()
             place = bisect_right(self.levels, level, hi=len(self.levels) - 1)
             start, end = self.levels[place - 1], self.levels[place]
             low, high = self.quantiles[place - 1], self.quantiles[place]
-            found.append(float(max(round(low + (high - low) * (level - start) / (end - start)), 1)))
-        return found
+            lengths.append(float(max(round(low + (high - low) * (level - start) / (end - start)), 1)))
+        return lengths
 
     @cached_property
     def _pieces(self) -> list[tuple[float, float, float]]:

@@ -88,7 +88,7 @@ def _conversations(file: Path) -> Iterator[tuple[int, int]]:
     for number, line in enumerate(lines, 1):
         try:
             segments = json.loads(line)["segments"] if line.strip() else []
-            counts = [(bool(each["sampled"]), _count(each["token_ids"])) for each in segments]
+            counts = [(bool(segment["sampled"]), _count(segment["token_ids"])) for segment in segments]
         except (ValueError, KeyError, TypeError, binascii.Error) as error:
             # A killed run leaves an unfinished last line, which is skipped.
             if number == len(lines):
@@ -128,9 +128,9 @@ def _mean_response(steps: Sequence[Mapping[str, Any]], longest: int) -> Lengths 
 def _mean_prompt(steps: Sequence[Mapping[str, Any]], longest: int) -> Lengths | None:
     """Return the mean prompt length, from the tokens of a step minus the response tokens; None if not known."""
     names = ("perf/total_num_tokens", "rollout/tokens", "rollout/response_length_mean")
-    found = [[float(row[name]) for name in names] for row in steps if all(row.get(name) for name in names)]
+    rows = [[float(row[name]) for name in names] for row in steps if all(row.get(name) for name in names)]
     # Rows of a step = response tokens / mean response length.
-    means = [(total - tokens) / (tokens / mean) for total, tokens, mean in found]
+    means = [(total - tokens) / (tokens / mean) for total, tokens, mean in rows]
     if not means:
         return None
     mean = min(max(statistics.fmean(means), 1.0), float(longest))

@@ -51,29 +51,29 @@ class RunCheck:
 
 def check_run(run: MeasuredRun, cost_model: BaseCostModel) -> RunCheck:
     """Predict the figures of a finished run and return them next to the measured ones."""
-    found = predict(run.problem, cost_model, run.mapping)
-    names = dict.fromkeys([*found.stages, *run.stages])
+    prediction = predict(run.problem, cost_model, run.mapping)
+    names = dict.fromkeys([*prediction.stages, *run.stages])
     stages = {
         name: Compared(
-            found.stages[name].seconds if name in found.stages else None,
+            prediction.stages[name].seconds if name in prediction.stages else None,
             run.stages.get(name),
-            found.stages[name].note if name in found.stages else "",
+            prediction.stages[name].note if name in prediction.stages else "",
         )
         for name in names
         if name != "controller"
     }
-    controller = found.stages.get("controller")
+    controller = prediction.stages.get("controller")
     between = max(run.step_seconds - run.busy_seconds, 0.0)
     stages["controller"] = Compared(None if controller is None else controller.seconds, between)
     return RunCheck(
         folder=run.folder,
-        step=Compared(found.step_seconds, run.step_seconds),
+        step=Compared(prediction.step_seconds, run.step_seconds),
         stages=stages,
-        memory=Compared(worker_bytes(run, found), run.peak_bytes),
+        memory=Compared(worker_bytes(run, prediction), run.peak_bytes),
     )
 
 
-def as_dict(found: RunCheck) -> dict[str, Any]:
+def as_dict(check: RunCheck) -> dict[str, Any]:
     """Return the figures of a run for JSON; each name ends with its unit."""
 
     def shown(pair: Compared, unit: str) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def as_dict(found: RunCheck) -> dict[str, Any]:
         return {**figures, "note": pair.note}
 
     return {
-        "run_dir": str(found.folder),
-        "step": shown(found.step, "s"),
-        "stages": {name: shown(pair, "s") for name, pair in found.stages.items()},
-        "memory": shown(found.memory, "bytes"),
+        "run_dir": str(check.folder),
+        "step": shown(check.step, "s"),
+        "stages": {name: shown(pair, "s") for name, pair in check.stages.items()},
+        "memory": shown(check.memory, "bytes"),
     }

@@ -59,12 +59,14 @@ class MeasuredRun:
     def home(self) -> str:
         """Name of the pool of the trained role; ``peak_bytes`` is the memory of its workers."""
         trained = find_trained(self.problem)
-        return next(each.pool for each in self.mapping.placements if trained is None or each.role == trained.name)
+        return next(
+            placement.pool for placement in self.mapping.placements if trained is None or placement.role == trained.name
+        )
 
     @property
     def busy_seconds(self) -> float:
         """Seconds of a step that its stages explain, composed in the same way as a prediction."""
-        homes = {each.role: each.pool for each in self.mapping.placements}
+        homes = {placement.role: placement.pool for placement in self.mapping.placements}
         seconds = {stage.name: self.stages.get(stage.name, 0.0) for stage in self.problem.stages}
         return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), ahead(self.mapping))
 
@@ -75,10 +77,10 @@ def worker_bytes(run: MeasuredRun, prediction: Prediction) -> int:
     Replicas are left out, because they have processes of their own. On a GPU the reserve is left out too, because
     torch's allocator does not count context and libraries.
     """
-    mine = [each.role for each in run.mapping.placements if each.pool == run.home]
+    mine = [placement.role for placement in run.mapping.placements if placement.pool == run.home]
     parts = [prediction.memory[role] for role in mine if not prediction.memory[role].own_process]
     on_gpu = all(node.kind.name != "cpu" for node in run.problem.cluster.nodes)
-    return pool_bytes([replace(each, reserve=0) if on_gpu else each for each in parts])
+    return pool_bytes([replace(part, reserve=0) if on_gpu else part for part in parts])
 
 
 def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
@@ -149,8 +151,8 @@ def _trained_share(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> 
 
 def _read_pools(trainer: LoopTrainer) -> dict[str, Pool]:
     """Return the pools of a run; each is assumed to start at the first node."""
-    found: dict[str, ResourcePool] = trainer.task.pools.resource_pool_dict
-    return {name: Pool(name, tuple(enumerate(pool.process_on_nodes))) for name, pool in found.items()}
+    pools: dict[str, ResourcePool] = trainer.task.pools.resource_pool_dict
+    return {name: Pool(name, tuple(enumerate(pool.process_on_nodes))) for name, pool in pools.items()}
 
 
 def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Pool]) -> RoleMapping:
@@ -167,7 +169,7 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
         length = max(round(problem.prompt_lengths.mean + problem.response_lengths.mean), 1)
         rows = micro_batch_rows(trainer, find_algebra(trainer), role.name, pool.devices, length)
         placements.append(Placement(role.name, pool.name, mesh, rows))
-    used = {each.pool for each in placements}
+    used = {placement.pool for placement in placements}
     mode: Mode = "hybrid"
     if task.uses_replicas:
         mode = "standalone" if task.has_own_pool("rollout") else task.rollout.mode
@@ -190,17 +192,17 @@ def _seconds_of(line: Mapping[str, Any], problem: Problem) -> dict[str, float]:
     """Return the seconds of each stage in a line of the timeline; if several pools took part, the longest time."""
     calls = {**{stage.name: _CALLS.get(stage.name, stage.name) for stage in problem.stages}}
     calls["weight_sync"] = "update_weights"
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for stage, call in calls.items():
         spans = [pool["calls"][call] for pool in line["pools"].values() if call in pool["calls"]]
         if spans:
-            found[stage] = max(sum(end - start for start, end in each) for each in spans)
-    return found
+            seconds[stage] = max(sum(end - start for start, end in span) for span in spans)
+    return seconds
 
 
 def _peak(steps: Sequence[Mapping[str, Any]]) -> int | None:
     for key in (_ACCELERATOR_BYTES, "perf/cpu_memory_used_gb"):
-        found = [float(row[key]) for row in steps if key in row]
-        if found:
-            return round(max(found) * _GB)
+        values = [float(row[key]) for row in steps if key in row]
+        if values:
+            return round(max(values) * _GB)
     return None

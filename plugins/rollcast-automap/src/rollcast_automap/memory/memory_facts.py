@@ -61,10 +61,10 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
         # An actor without its adapter is the reference.
         if role != Role.REF or pools.mapping[role] != actor or not task.model.trains_adapter:
             roles[_TITLES.get(role, role)] = pools.mapping[role]
-    found: dict[ResourcePool, list[str]] = {}
+    titles: dict[ResourcePool, list[str]] = {}
     for title, pool in roles.items():
-        found.setdefault(pools.resource_pool_dict[pool], []).append(title)
-    return found
+        titles.setdefault(pools.resource_pool_dict[pool], []).append(title)
+    return titles
 
 
 def plan_memory(
@@ -108,7 +108,7 @@ def plan_memory(
             room = f"{format_bytes(device_bytes)} on each device"
             lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
         disk += sum(
-            memory.checkpoint_bytes(each) for each in memory.roles.values() if not (each.name == "actor" and adapter)
+            memory.checkpoint_bytes(role) for role in memory.roles.values() if not (role.name == "actor" and adapter)
         )
         if _TITLES[Role.REF] in titles and trainer.task.section("ref", RefConfig).sync_ref_model:
             disk += memory.weight_bytes(_TITLES[Role.REF])
@@ -119,12 +119,12 @@ def plan_memory(
 
 def _counted(trainer: LoopTrainer, titles: Sequence[str]) -> list[str]:
     """Return the roles of a pool that have memory of their own there."""
-    found = [title for title in titles if title in _NAMES]
-    if "actor" in found and shares_weights(trainer):
-        found.append("reference")  # shares the actor's weights, but its passes need memory
-    if "actor" in found and compares_vocabularies(trainer) and "reference" in found:
-        found.remove("reference")  # already counted in the actor's update
-    return found
+    named = [title for title in titles if title in _NAMES]
+    if "actor" in named and shares_weights(trainer):
+        named.append("reference")  # shares the actor's weights, but its passes need memory
+    if "actor" in named and compares_vocabularies(trainer) and "reference" in named:
+        named.remove("reference")  # already counted in the actor's update
+    return named
 
 
 class _PoolMemory:
@@ -162,7 +162,8 @@ class _PoolMemory:
             self.items.append(MemoryItem("workers: context and libraries", max(shared), is_bound=True))
         own = [(title, parts.reserve) for title, parts in self.parts.items() if parts.own_process]
         self.items += [
-            MemoryItem(f"{title}: context, libraries and graphs", each, is_bound=True) for title, each in own
+            MemoryItem(f"{title}: context, libraries and graphs", size_bytes, is_bound=True)
+            for title, size_bytes in own
         ]
 
     def _list_items(self, title: str, role: RoleSpec) -> list[MemoryItem]:
@@ -190,12 +191,12 @@ class _PoolMemory:
         """Return phase → peak bytes on a device, for the phases in which the pool takes part."""
         held = held_bytes(list(self.parts.values()))
         names = {"generates": "generating", "forwards": "forward", "trains": "updating"}
-        found = {"held": held}
+        bytes_by_phase = {"held": held}
         for kind, name in names.items():
             mine = [self.parts[title].passing for title, role in self.roles.items() if role.kind == kind]
-            found |= {name: held + max(mine)} if mine else {}
+            bytes_by_phase |= {name: held + max(mine)} if mine else {}
         syncing = sum(parts.syncing for parts in self.parts.values())
-        return found | ({"syncing": held + syncing} if syncing else {})
+        return bytes_by_phase | ({"syncing": held + syncing} if syncing else {})
 
     def checkpoint_bytes(self, role: RoleSpec) -> int:
         """Return the bytes of a role in a checkpoint: weights and optimizer state."""

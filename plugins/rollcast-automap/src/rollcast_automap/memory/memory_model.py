@@ -173,21 +173,21 @@ def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[Memo
     """Return weights, gradients and AdamW state of a model that trains, with ``parameters`` on each rank."""
     gradient = layout.stored if layout.gradient is None else layout.gradient
     state = 2 * layout.stored if layout.state is None else layout.state
-    kept = -(-parameters * state // layout.state_shards)
+    state_bytes = -(-parameters * state // layout.state_shards)
     return [
         MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload),
         MemoryItem(f"{name}: gradients", parameters * gradient, "held" if layout.keeps_gradients else "update"),
-        MemoryItem(f"{name}: optimizer state", kept, on_host=layout.optimizer_offload),
+        MemoryItem(f"{name}: optimizer state", state_bytes, on_host=layout.optimizer_offload),
     ]
 
 
 def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> list[MemoryItem]:
     """Return weights, gradients and AdamW state of an adapter, in float32 and sharded like the model."""
-    each = layout.shard(numbers) * 4
+    shard_bytes = layout.shard(numbers) * 4
     return [
-        MemoryItem(f"{name}: adapter", each),
-        MemoryItem(f"{name}: gradients", each, "held" if layout.keeps_gradients else "update"),
-        MemoryItem(f"{name}: optimizer state", 2 * each),
+        MemoryItem(f"{name}: adapter", shard_bytes),
+        MemoryItem(f"{name}: gradients", shard_bytes, "held" if layout.keeps_gradients else "update"),
+        MemoryItem(f"{name}: optimizer state", 2 * shard_bytes),
     ]
 
 

@@ -171,8 +171,8 @@ def list_engine_items(
     if layout.gathers:
         items.append(MemoryItem(f"{title}: gathered weights", count_gathered(size, layout), phase))
     if trains and layout.activation_offload:
-        kept = bound_activations(size, passes, replace(layout, activation_offload=False), keeps.eager_attention)
-        items.append(MemoryItem(f"{title}: kept activations", kept, phase, on_host=True, is_bound=True))
+        kept_bytes = bound_activations(size, passes, replace(layout, activation_offload=False), keeps.eager_attention)
+        items.append(MemoryItem(f"{title}: kept activations", kept_bytes, phase, on_host=True, is_bound=True))
     # Without a backward pass, only the current layer has activations on the device, as with activation offload.
     at_work = layout if trains else replace(layout, activation_offload=True)
     activations = bound_activations(size, passes, at_work, keeps.eager_attention)
@@ -207,9 +207,9 @@ def list_rollout_items(
     computed = role.model.dtype_bytes
     if trained is not None and not _is_replicated(role):
         # Each rank holds the whole cache, because a rollout in the actor's processes does not split the model.
-        kept = count_kv_cache(size, rows, cache.row_tokens, computed)
+        cache_bytes = count_kv_cache(size, rows, cache.row_tokens, computed)
         items = _weights_in_process(size, trained, mesh, devices)
-        return [*items, MemoryItem("rollout: KV cache", kept, "generate", is_bound=True)]
+        return [*items, MemoryItem("rollout: KV cache", cache_bytes, "generate", is_bound=True)]
     weights = parameters_on_rank(size, EngineLayout(1, tensor=mesh.tensor, pipeline=mesh.pipeline)) * computed
     phase: Phase = "generate" if mode == "hybrid" and layout.releases_memory else "held"
     needed = count_kv_cache(size, rows, cache.row_tokens, computed, mesh.tensor, mesh.pipeline)
@@ -301,8 +301,8 @@ def price_memory(
     longest, trained = longest_of(problem.prompt_lengths) + response, find_trained(problem)
     if role.kind != "generates":
         sends = trained is not None and role.name == trained.name
-        rollouts = [each for each in problem.roles if each.kind == "generates" and _is_replicated(each)]
-        layouts = [each.rollout or RolloutLayout() for each in rollouts] if sends else []
+        rollouts = [spec for spec in problem.roles if spec.kind == "generates" and _is_replicated(spec)]
+        layouts = [rollout.rollout or RolloutLayout() for rollout in rollouts] if sends else []
         bucket = max((layout.bucket_bytes for layout in layouts), default=0)
         rows, prompt = placement.micro_batch_rows, longest - response
         passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)

@@ -52,7 +52,9 @@ def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
         ("rollout.tensor_model_parallel_size", task.rollout.tensor_model_parallel_size, size.heads, "attention heads"),
     ):
         if number % value:
-            fitting = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0 and each <= 64)
+            fitting = ", ".join(
+                str(divisor) for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= 64
+            )
             whose = task.rollout.name if key.startswith("rollout") else engine
             raise ConfigError(
                 f"{key} is {value}, but the model in {task.model.path} has {number} {what}, which {whose} cannot split "

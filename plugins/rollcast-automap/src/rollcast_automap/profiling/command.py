@@ -152,19 +152,23 @@ def _render(table: CostTable) -> Any:
     shown = Table("role", "phase", "rows", "tokens", "seconds", "tokens/s", "TFLOP/s", "peak memory")
     for column in shown.columns[2:]:
         column.justify = "right"
-    for each in table.measurements:
-        shown.add_row(each.role, each.phase, *_cells(each, table))
+    for measurement in table.measurements:
+        shown.add_row(measurement.role, measurement.phase, *_cells(measurement, table))
     return shown
 
 
-def _cells(each: Measurement, table: CostTable) -> Sequence[str]:
+def _cells(measurement: Measurement, table: CostTable) -> Sequence[str]:
     from rollcast_automap.memory.memory_facts import format_bytes
 
-    sizes = (str(each.batch_size), str(each.length)) if each.batch_size else ("", "")
-    peak = "" if each.peak_bytes is None else format_bytes(each.peak_bytes)
-    if each.seconds is None:
+    sizes = (str(measurement.batch_size), str(measurement.length)) if measurement.batch_size else ("", "")
+    peak = "" if measurement.peak_bytes is None else format_bytes(measurement.peak_bytes)
+    if measurement.seconds is None:
         return (*sizes, "out of memory", "", "", peak)
-    seconds = max(each.seconds, 1e-12)
-    rate = f"{each.tokens * table.roles[each.role].data_parallel / seconds:,.0f}" if each.tokens else ""
-    flops = "" if each.flops is None else f"{each.flops / seconds / 1e12:.3g}"
-    return (*sizes, f"{each.seconds:.3g}", rate, flops, peak)
+    seconds = max(measurement.seconds, 1e-12)
+    rate = (
+        f"{measurement.tokens * table.roles[measurement.role].data_parallel / seconds:,.0f}"
+        if measurement.tokens
+        else ""
+    )
+    flops = "" if measurement.flops is None else f"{measurement.flops / seconds / 1e12:.3g}"
+    return (*sizes, f"{measurement.seconds:.3g}", rate, flops, peak)

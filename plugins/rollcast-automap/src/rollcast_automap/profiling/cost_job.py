@@ -199,19 +199,19 @@ class CostJob:
         if not set(_ENGINE_PHASES) & set(self._grid.phases):
             return []
         paths: dict[str, str] = self._trainer.run.model_paths
-        found: list[_Engine] = []
+        engines: list[_Engine] = []
         actor = paths[Role.ACTOR_ROLLOUT]
         for role in self._trainer.run.groups:
             path = paths.get(role, actor)
             if role in (Role.ACTOR_ROLLOUT, Role.ACTOR_ROLLOUT_REF):
-                found.append(_Engine("actor", role, "actor", True, path))
+                engines.append(_Engine("actor", role, "actor", True, path))
             if role in (Role.REF, Role.ACTOR_ROLLOUT_REF):
-                found.append(_Engine("ref", role, "ref", False, actor))
+                engines.append(_Engine("ref", role, "ref", False, actor))
             if role == Role.CRITIC:
-                found.append(_Engine("critic", role, "critic", True, path))
+                engines.append(_Engine("critic", role, "critic", True, path))
             if role == Role.REWARD_MODEL:
-                found.append(_Engine("reward_model", role, "model", False, path))
-        return found
+                engines.append(_Engine("reward_model", role, "model", False, path))
+        return engines
 
     def _measure_engine(self, engine: _Engine) -> None:
         self._trainer.run.sampler.rest()
@@ -246,7 +246,7 @@ class CostJob:
         failed = {name for cost in by_rank for name in cost.out_of_memory}
         peaks = {name: max(cost.peaks.get(name, 0) for cost in by_rank) for name in ("forward", "forward_backward")}
         times = {
-            name: [max(each) for each in zip(*(getattr(cost, name) for cost in by_rank), strict=True)]
+            name: [max(values) for values in zip(*(getattr(cost, name) for cost in by_rank), strict=True)]
             for name in ("forward", "forward_backward", "optimizer")
             if name not in failed and (trains or name == "forward")
         }
@@ -263,12 +263,16 @@ class CostJob:
             rest = [seconds - least for seconds in both if seconds > least]
             if rest:  # else the difference is smaller than the noise
                 self._add(engine.name, "backward", sizes, rest, flops=None if flops is None else 2 * flops)
-        if "optimizer" in phases and both and not any(each.phase == "optimizer" for each in self._of(engine.name)):
+        if (
+            "optimizer" in phases
+            and both
+            and not any(measurement.phase == "optimizer" for measurement in self._of(engine.name))
+        ):
             self._add(engine.name, "optimizer", (0, 0, 0, 0), times["optimizer"])
         return not failed
 
     def _of(self, role: str) -> list[Measurement]:
-        return [each for each in self._found if each.role == role]
+        return [measurement for measurement in self._found if measurement.role == role]
 
     # -- the table ----------------------------------------------------------------------------
 
@@ -338,7 +342,7 @@ class CostJob:
         if not self._found:
             raise CapabilityError(f"nothing of {', '.join(self._grid.phases)} can be measured of this recipe")
         roles = {engine.name: self._engine_layout(engine) for engine in self._engines()}
-        if any(each.role == "rollout" for each in self._found):
+        if any(measurement.role == "rollout" for measurement in self._found):
             roles["rollout"] = self._rollout_layout()
         names = ("rollcast", "torch", "transformers")
         return CostTable(

@@ -131,7 +131,9 @@ class CostTable:
     def find(self, role: str, phase: Phase) -> list[Measurement]:
         """Return the measurements of a role in a phase, without those that ran out of memory."""
         return [
-            each for each in self.measurements if (each.role, each.phase) == (role, phase) and not each.out_of_memory
+            measurement
+            for measurement in self.measurements
+            if (measurement.role, measurement.phase) == (role, phase) and not measurement.out_of_memory
         ]
 
 
@@ -159,18 +161,20 @@ def read_costs(path: Path) -> CostTable:
             device=_build(DeviceInfo, content["device"]),
             nodes=[int(count) for count in content["nodes"]],
             roles={role: _build(RoleLayout, layout) for role, layout in content["roles"].items()},
-            measurements=[_build(Measurement, each) for each in content["measurements"]],
+            measurements=[_build(Measurement, row) for row in content["measurements"]],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    for each in table.measurements:
-        if each.role not in table.roles or each.phase not in PHASES:
-            raise DataError(f"{path} is damaged: it measures {each.phase!r} of {each.role!r}, which it does not know")
+    for measurement in table.measurements:
+        if measurement.role not in table.roles or measurement.phase not in PHASES:
+            raise DataError(
+                f"{path} is damaged: it measures {measurement.phase!r} of {measurement.role!r}, which it does not know"
+            )
     return table
 
 
 def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    names = {each.name for each in fields(kind)}
+    names = {entry.name for entry in fields(kind)}
     if set(values) != names:
         raise ValueError(
             f"a {kind.__name__} has the keys {', '.join(sorted(names))}, found {', '.join(sorted(values))}"

@@ -156,13 +156,13 @@ def read_model_flops(folder: Path, value_model: bool = False, trust_remote_code:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     try:
-        found = count_model_flops(config)
+        flops = count_model_flops(config)
     except KeyError:
-        found = _count_modules(folder, trust_remote_code)
+        flops = _count_modules(folder, trust_remote_code)
     if not value_model:
-        return found
+        return flops
     text: Config = config.get("text_config") or config
-    return found.as_value_model(_int(text, "hidden_size", 1))
+    return flops.as_value_model(_int(text, "hidden_size", 1))
 
 
 def _count_modules(folder: Path, trust_remote_code: bool) -> ModelFlops:

@@ -84,15 +84,15 @@ class Grid:
         Raises:
             ConfigError: ``points`` is empty.
         """
-        found = {(rows, length): value for rows, length, value in points}
-        if not found:
+        value_at = {(rows, length): value for rows, length, value in points}
+        if not value_at:
             raise ConfigError("a grid of measurements needs at least one measurement")
-        rows = tuple(sorted({point[0] for point in found}))
-        lengths = tuple(sorted({point[1] for point in found}))
+        rows = tuple(sorted({point[0] for point in value_at}))
+        lengths = tuple(sorted({point[1] for point in value_at}))
         lines: list[tuple[float, ...]] = []
         before = (0.0,) * len(rows)
         for length in lengths:
-            known = [(count, found[count, length]) for count in rows if (count, length) in found]
+            known = [(count, value_at[count, length]) for count in rows if (count, length) in value_at]
             xs, ys = zip(*known, strict=True)
             most, line = 0.0, []
             for count, below in zip(rows, before, strict=True):
@@ -153,8 +153,8 @@ class _Source:
     def grid(self, phase: Phase) -> Grid | None:
         """Return the seconds of a phase; None if it was not measured."""
         if phase not in self._grids:
-            found = self.table.find(self.role, phase)
-            points = [(each.batch_size, each.length, each.seconds) for each in found if each.seconds is not None]
+            rows = self.table.find(self.role, phase)
+            points = [(row.batch_size, row.length, row.seconds) for row in rows if row.seconds is not None]
             self._grids[phase] = Grid.build(points) if points else None
         return self._grids[phase]
 
@@ -166,16 +166,16 @@ class _Source:
     def peaks(self, phase: Phase) -> Grid | None:
         """Return the peak bytes of a phase; None if they were not measured."""
         if phase not in self._peaks:
-            found = self.table.find(self.role, phase)
-            points = [(each.batch_size, each.length, float(each.peak_bytes)) for each in found if each.peak_bytes]
+            rows = self.table.find(self.role, phase)
+            points = [(row.batch_size, row.length, float(row.peak_bytes)) for row in rows if row.peak_bytes]
             self._peaks[phase] = Grid.build(points) if points else None
         return self._peaks[phase]
 
 
 def _points(source: _Source, phase: Phase) -> dict[tuple[int, int], float]:
     """Return (rows, length) → seconds of a phase."""
-    found = source.table.find(source.role, phase)
-    return {(each.batch_size, each.length): each.seconds for each in found if each.seconds}
+    rows = source.table.find(source.role, phase)
+    return {(row.batch_size, row.length): row.seconds for row in rows if row.seconds}
 
 
 def _fit(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -209,12 +209,12 @@ def _carry(source: _Source, there: Sequence[tuple[_Source, _Source]]) -> _Source
         pairs = [(here[size], other[size]) for here, other in both for size in here.keys() & other.keys()]
         if pairs:
             lines[phase] = _fit(sorted(pairs))
-    kept = [
-        replace(each, seconds=lines[each.phase][0] * each.seconds + lines[each.phase][1])
-        for each in source.table.measurements
-        if each.role == source.role and each.seconds is not None and each.phase in lines
+    rows = [
+        replace(measurement, seconds=lines[measurement.phase][0] * measurement.seconds + lines[measurement.phase][1])
+        for measurement in source.table.measurements
+        if measurement.role == source.role and measurement.seconds is not None and measurement.phase in lines
     ]
-    if not kept:
+    if not rows:
         return None
     one, other = there[0]
     layout = replace(
@@ -225,7 +225,7 @@ def _carry(source: _Source, there: Sequence[tuple[_Source, _Source]]) -> _Source
         pipeline_parallel=other.mesh.pipeline,
     )
     note = f"from a mesh of {_describe(one.mesh)}, as {Path(other.layout.model_path).name} changes"
-    return _Source(replace(source.table, measurements=kept), source.role, layout, note)
+    return _Source(replace(source.table, measurements=rows), source.role, layout, note)
 
 
 def _carried(sources: Sequence[_Source]) -> list[_Source]:
@@ -238,16 +238,19 @@ def _carried(sources: Sequence[_Source]) -> list[_Source]:
         if one.purpose == other.purpose and one.model == other.model and one.mesh != other.mesh:
             for engine in (one.layout.engine, ""):
                 pairs[(one.purpose, engine, one.mesh, other.mesh)].append((one, other))
-    known = {(each.purpose, each.model, each.mesh) for each in sources}
+    known = {(known_source.purpose, known_source.model, known_source.mesh) for known_source in sources}
     targets = sorted({key[-1] for key in pairs}, key=lambda mesh: (mesh.data, mesh.tensor, mesh.pipeline))
-    found = []
+    carried_sources = []
     for source, target in itertools.product(sources, targets):
         engines = (source.layout.engine, "")
-        there = next(filter(None, (pairs.get((source.purpose, each, source.mesh, target)) for each in engines)), None)
+        there = next(
+            filter(None, (pairs.get((source.purpose, other_engine, source.mesh, target)) for other_engine in engines)),
+            None,
+        )
         if there is not None and (source.purpose, source.model, target) not in known:
-            made = _carry(source, there)
-            found += [] if made is None else [made]
-    return found
+            carried = _carry(source, there)
+            carried_sources += [] if carried is None else [carried]
+    return carried_sources
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
     excess: dict[tuple[str, int], list[float]] = defaultdict(list)
     controller: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        problem, mode, found = run.problem, run.mapping.mode, predict(run.problem, costs, run.mapping)
+        problem, mode, prediction = run.problem, run.mapping.mode, predict(run.problem, costs, run.mapping)
         priced = {stage.name: (str(stage.kind), problem.role(stage.role)) for stage in problem.stages}
         generator, trained = find_generator(problem), find_trained(problem)
         if generator is not None:
@@ -304,20 +307,20 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
             # Generation that runs ahead competes with training for the driver (and for cores on a CPU), which the
             # prices do not cover. Its times would distort the correction, so they are left out.
             beside = kind == "generate" and run.mapping.max_staleness > 0
-            if run.stages.get(name) and found.stages[name].seconds and not beside:
+            if run.stages.get(name) and prediction.stages[name].seconds and not beside:
                 for key in _price_keys(kind, role, mode):
-                    ratios[key].append(run.stages[name] / found.stages[name].seconds)
-        for each in (mode, ""):
-            controller[each][problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
+                    ratios[key].append(run.stages[name] / prediction.stages[name].seconds)
+        for candidate in (mode, ""):
+            controller[candidate][problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
         if run.peak_bytes is not None and trained is not None:
             for size in (trained.model.parameters, 0):
-                excess[trained.plugin, size].append(run.peak_bytes - worker_bytes(run, found))
+                excess[trained.plugin, size].append(run.peak_bytes - worker_bytes(run, prediction))
     return Correction(
         scales={key: statistics.median(values) for key, values in ratios.items()},
         bytes={key: statistics.median(values) for key, values in excess.items()},
         controller={
-            mode: tuple(sorted((rows, statistics.median(values)) for rows, values in found.items()))
-            for mode, found in controller.items()
+            mode: tuple(sorted((rows, statistics.median(values)) for rows, values in entries.items()))
+            for mode, entries in controller.items()
         },
     )
 
@@ -400,10 +403,10 @@ def _spread(cluster: Cluster, first: int, size: int) -> tuple[tuple[int, int], .
     order = [*range(first, len(cluster.nodes)), *range(first)]
     places, left = {}, size
     for node in order:
-        taken = min(left, cluster.nodes[node].devices) if node != order[-1] else left
-        left -= taken
-        if taken:
-            places[node] = taken
+        count = min(left, cluster.nodes[node].devices) if node != order[-1] else left
+        left -= count
+        if count:
+            places[node] = count
     return tuple(sorted(places.items()))
 
 
@@ -490,8 +493,8 @@ class MeasuredCosts(AnalyticalCosts):
         role = problem.role(rollout[0].role)
         source = self._find(role, ("sync",), rollout[0].mesh, mode)
         if source is None or source.mode != mode:
-            found = super().sync_cost(problem, trained, rollout, mode)
-            return replace(found, note=f"a sync to {role.plugin} in mode {mode} was not measured: analytical")
+            cost = super().sync_cost(problem, trained, rollout, mode)
+            return replace(cost, note=f"a sync to {role.plugin} in mode {mode} was not measured: analytical")
         factor = self._correction.scale("sync", role, mode)
         return StageCost(communication=source.seconds("sync", 0, 0) * factor)
 
@@ -539,13 +542,13 @@ class MeasuredCosts(AnalyticalCosts):
             split = (own.tensor, own.pipeline) == (mesh.tensor, mesh.pipeline)
             return role.kind != "generates" or source.mode == mode, split, own == mesh, source.role == role.name
 
-        found = [
+        rows = [
             source
             for source in self._sources
             if (source.layout.engine, source.layout.parameters) == (role.plugin, role.model.parameters)
             and all(source.grid(phase) for phase in phases)
         ]
-        return max(found, key=nearness, default=None)
+        return max(rows, key=nearness, default=None)
 
     def _analytical_on(
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode, mesh: Mesh

@@ -66,10 +66,10 @@ def read_peak() -> Peak:
     if cuda is not None:
         allocated, reserved = int(cuda.max_memory_allocated()), int(cuda.max_memory_reserved())
     try:
-        found = _RESIDENT.search(_STATUS.read_bytes())
+        match = _RESIDENT.search(_STATUS.read_bytes())
     except OSError:
-        found = None
-    return Peak(allocated, reserved, 0 if found is None else int(found[1]) << 10)
+        match = None
+    return Peak(allocated, reserved, 0 if match is None else int(match[1]) << 10)
 
 
 def reset_peak() -> None:
@@ -131,8 +131,8 @@ class MemoryWatch:
     def take(self) -> dict[str, Peak]:
         """Return method → peak of its calls that have ended since the previous :meth:`take`."""
         with self._lock:
-            taken, self._peaks = self._peaks, {}
-        return taken
+            peaks, self._peaks = self._peaks, {}
+        return peaks
 
 
 _watch: MemoryWatch | None = None

@@ -120,29 +120,29 @@ class StepMeter(Meter):
         Args:
             step_seconds: duration of the step in seconds.
         """
-        found: dict[str, float] = {}
+        means: dict[str, float] = {}
         if self._tokens:
-            found["perf/total_num_tokens"] = float(self._tokens)
-            found["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
+            means["perf/total_num_tokens"] = float(self._tokens)
+            means["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
         # This call is queued behind all calls of the step, so peaks of calls still in flight are included.
         by_method = self._take_peaks()
         for method, operations in self._work.items():
             name, seconds = _NAMES.get(method, method), by_method.get(method, Peak()).seconds
             rate = operations / max(seconds, 1e-9)
-            found[f"perf/tflops/{name}"] = rate / 1e12
+            means[f"perf/tflops/{name}"] = rate / 1e12
             if self.device.peak_flops is not None:
-                found[f"perf/mfu/{name}"] = rate / self.device.peak_flops
+                means[f"perf/mfu/{name}"] = rate / self.device.peak_flops
         self._work, self._tokens = {}, 0
-        return {**found, **_memory(by_method)}
+        return {**means, **_memory(by_method)}
 
     def _take_peaks(self) -> dict[str, Peak]:
         """Return method → largest memory and time of a rank in its calls since the previous request."""
-        found: dict[str, Peak] = {}
+        peak_by_phase: dict[str, Peak] = {}
         for group in self._processes.values():
             for peaks in group.execute_func(take_peaks):
                 for method, peak in peaks.items():
-                    found[method] = found.get(method, Peak()) | peak
-        return found
+                    peak_by_phase[method] = peak_by_phase.get(method, Peak()) | peak
+        return peak_by_phase
 
 
 def _memory(by_method: Mapping[str, Peak]) -> dict[str, float]:
@@ -153,10 +153,10 @@ def _memory(by_method: Mapping[str, Peak]) -> dict[str, float]:
         if phase:
             phases[phase] = phases.get(phase, Peak()) | peak
             whole |= peak
-    found = _as_metrics(whole, "")
+    metrics = _as_metrics(whole, "")
     for phase, peak in phases.items():
-        found |= _as_metrics(peak, f"/{phase}")
-    return found
+        metrics |= _as_metrics(peak, f"/{phase}")
+    return metrics
 
 
 def _as_metrics(peak: Peak, suffix: str) -> dict[str, float]:

@@ -87,10 +87,10 @@ def random_rows(shape: PassShape, seed: int, drawn: bool = False) -> DataProto:
 
 def _loss(inputs: LossInputs) -> LossOutput:
     """Return a loss that depends on every response token; its value does not matter."""
-    given = inputs.values if inputs.log_probs is None else inputs.log_probs
-    if given is None:
+    scores = inputs.values if inputs.log_probs is None else inputs.log_probs
+    if scores is None:
         raise TypeError("the engine gave neither log-probs nor values")
-    return LossOutput((given * inputs.response_mask).square().sum() / inputs.denominators.tokens)
+    return LossOutput((scores * inputs.response_mask).square().sum() / inputs.denominators.tokens)
 
 
 def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: int, trains: bool) -> PassCost:
@@ -148,5 +148,5 @@ def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: in
             failed.append("forward_backward")
             engine.optimizer_zero_grad()
             empty_cache()
-    kept = {name: [] if name in failed else times[1:] for name, times in seconds.items()}
-    return PassCost(kept["forward"], kept["forward_backward"], kept["optimizer"], peaks, tuple(failed))
+    samples = {name: [] if name in failed else times[1:] for name, times in seconds.items()}
+    return PassCost(samples["forward"], samples["forward_backward"], samples["optimizer"], peaks, tuple(failed))

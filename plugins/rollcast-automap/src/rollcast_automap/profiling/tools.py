@@ -107,9 +107,9 @@ class NsysProfiler(BaseProfiler):
 
     @classmethod
     def check_config(cls, config: NsysConfig) -> None:
-        taken = sorted(set(config.options) & set(_RESERVED))
-        if taken:
-            raise ConfigError(f"profiler.options names {', '.join(taken)}, which the profiler sets itself")
+        clashes = sorted(set(config.options) & set(_RESERVED))
+        if clashes:
+            raise ConfigError(f"profiler.options names {', '.join(clashes)}, which the profiler sets itself")
 
     @classmethod
     def runtime_env(cls, config: NsysConfig, folder: Path, captures: int) -> dict[str, Any]:

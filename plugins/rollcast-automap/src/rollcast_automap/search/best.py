@@ -24,10 +24,12 @@ class Best:
         """Step time in seconds that a mapping has to beat."""
         return self._found[-1].step_seconds if len(self._found) == self._count else float("inf")
 
-    def offer(self, found: Prediction) -> None:
+    def offer(self, prediction: Prediction) -> None:
         """Keep a mapping if it is among the best and differs from the kept ones in more than its mode."""
-        if found.step_seconds < self.limit and not any(_is_twin(found, other) for other in self._found):
-            self._found = sorted([*self._found, found], key=lambda each: each.step_seconds)[: self._count]
+        if prediction.step_seconds < self.limit and not any(_is_twin(prediction, other) for other in self._found):
+            self._found = sorted([*self._found, prediction], key=lambda candidate: candidate.step_seconds)[
+                : self._count
+            ]
 
     def list(self, problem: Problem) -> list[Prediction]:
         """Return the best mappings by rising step time.

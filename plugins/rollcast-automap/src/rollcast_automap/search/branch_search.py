@@ -124,12 +124,12 @@ class _Partition:
         """Return (bound of the step time, number, share, floor, free resources) of the next group, by rising bound."""
         group = len(chosen)
         others = len(self.groups) - group - 1
-        found = []
+        branches = []
         for number, (share, floor) in enumerate(self.floors[group]):
             left = self.take(free, share, others)
             if left is not None:
-                found.append((self.bound([*chosen, floor], left), number, share, floor, left))
-        return sorted(found, key=lambda each: each[:2])
+                branches.append((self.bound([*chosen, floor], left), number, share, floor, left))
+        return sorted(branches, key=lambda branch: branch[:2])
 
     def bound(self, chosen: Sequence[_Floor], free: Free) -> float:
         """Return a lower bound of the step time for all ways to share the free resources among the other groups."""
@@ -178,7 +178,7 @@ class _Choice:
         self, options: Sequence[Sequence[_Option]], pool_of: Sequence[int], slots: Sequence[tuple[int, ...]], width: int
     ) -> None:
         self.options, self.pool_of, self.slots = options, pool_of, slots
-        self.floors = [_least([_Floor(each.times, each.memory.held) for each in some]) for some in options]
+        self.floors = [_least([_Floor(option.times, option.memory.held) for option in some]) for some in options]
         self.times = [0.0] * width
         for place, floor in enumerate(self.floors):
             self.put(self.times, place, floor.times)
@@ -190,7 +190,7 @@ class _Choice:
 
     def least_bytes(self, chosen: Sequence[_Option], pool: int) -> int:
         """Return the least bytes that each device of a pool needs, given the placements of the first roles."""
-        mine = [each.memory for role, each in enumerate(chosen) if self.pool_of[role] == pool]
+        mine = [option.memory for role, option in enumerate(chosen) if self.pool_of[role] == pool]
         rest = range(len(chosen), len(self.options))
         return pool_bytes(mine) + sum(self.floors[role].held for role in rest if self.pool_of[role] == pool)
 
@@ -244,7 +244,7 @@ class BranchSearch:
         self._roles = {role.name: role for role in problem.roles}
         self._places = {role.name: place for place, role in enumerate(problem.roles)}
         self._stages = {
-            role.name: [each for each in problem.stages if each.role == role.name] for role in problem.roles
+            role.name: [stage for stage in problem.stages if stage.role == role.name] for role in problem.roles
         }
         self._slots = {role.name: self._slots_of(role) for role in problem.roles}
         generator, trained = find_generator(problem), find_trained(problem)
@@ -260,7 +260,7 @@ class BranchSearch:
             partition = self._open(groups, mode)
             if partition is not None:
                 opened.append((partition.bound([], partition.free), number, partition))
-        for bound, _, partition in sorted(opened, key=lambda each: each[:2]):
+        for bound, _, partition in sorted(opened, key=lambda entry: entry[:2]):
             if bound < self._best.limit:
                 self._allocate(partition, [], [], partition.free)
 
@@ -287,10 +287,14 @@ class BranchSearch:
         shares of the same size and a single kind, because it cannot be faster than they are.
         """
         kind, size = share
-        pools = [found[0] for each in self._kinds_of(kind) if (found := allocate(self._problem, [(each, size)]))]
+        pools = [
+            found[0]
+            for device_kind in self._kinds_of(kind)
+            if (found := allocate(self._problem, [(device_kind, size)]))
+        ]
         if not pools:
-            found = allocate(self._problem, [share])
-            pools = [] if found is None else [found[0]]
+            allocated = allocate(self._problem, [share])
+            pools = [] if allocated is None else [allocated[0]]
         fitting = [floor for pool in pools if (floor := self._floor_on(group, pool, mode)) is not None]
         return _least(fitting) if fitting else None
 
@@ -298,10 +302,10 @@ class BranchSearch:
         return [kind] if kind else sorted({node.kind.name for node in self._problem.cluster.nodes})
 
     def _floor_on(self, group: Sequence[str], pool: Pool, mode: Mode) -> _Floor | None:
-        found = [self._role_floor(name, pool, mode) for name in group]
-        floors = [floor for floor in found if floor is not None]
+        role_floors = [self._role_floor(name, pool, mode) for name in group]
+        floors = [floor for floor in role_floors if floor is not None]
         held = sum(floor.held for floor in floors)
-        if len(floors) < len(found) or not fits_pool(self._problem, pool, held):
+        if len(floors) < len(role_floors) or not fits_pool(self._problem, pool, held):
             return None
         times = tuple(itertools.chain.from_iterable(floor.times for floor in floors))
         return _Floor(times, held)
@@ -310,7 +314,7 @@ class BranchSearch:
         key = (name, pool.places, mode)
         if key not in self._floors:
             options = self._list_options(name, pool, mode)
-            floors = [_Floor(each.times, each.memory.held) for each in options]
+            floors = [_Floor(option.times, option.memory.held) for option in options]
             self._floors[key] = _least(floors) if floors else None
         return self._floors[key]
 
@@ -321,11 +325,11 @@ class BranchSearch:
         key = (name, shape, mode)
         if key not in self._options:
             role = self._roles[name]
-            found = [
+            options = [
                 self._price(role, placement, pool, mode) for placement in list_placements(self._problem, role, pool)
             ]
-            fitting = [each for each in found if fits_pool(self._problem, pool, each.memory.total)]
-            fitting.sort(key=lambda each: (sum(each.times), each.memory.total))
+            fitting = [option for option in options if fits_pool(self._problem, pool, option.memory.total)]
+            fitting.sort(key=lambda option: (sum(option.times), option.memory.total))
             self._options[key] = _undominated(fitting, self._synced is not None and name in self._synced)
         return self._options[key]
 
@@ -419,15 +423,15 @@ class BranchSearch:
         sides = []
         for name in self._synced:
             place = self._places[name]
-            meshes = {each.placement.mesh: each.placement for each in options[place]}
-            sides.append([(replace(each, pool=homes[place].name), homes[place]) for each in meshes.values()])
-        found = {}
+            meshes = {option.placement.mesh: option.placement for option in options[place]}
+            sides.append([(replace(mesh, pool=homes[place].name), homes[place]) for mesh in meshes.values()])
+        floors = {}
         for trained, rollout in itertools.product(*sides):
             key = (trained[0].mesh, trained[1].places, rollout[0].mesh, rollout[1].places, mode)
             if key not in self._syncs:
                 self._syncs[key] = self._cost_model.sync_cost(self._problem, trained, rollout, mode).seconds
-            found[trained[0].mesh, rollout[0].mesh] = self._syncs[key]
-        return _Syncs(found)
+            floors[trained[0].mesh, rollout[0].mesh] = self._syncs[key]
+        return _Syncs(floors)
 
 
 def _least(floors: Sequence[_Floor]) -> _Floor:
@@ -443,10 +447,10 @@ def _undominated(options: Sequence[_Option], per_mesh: bool) -> list[_Option]:
         options: placements of one role on one pool, fastest first.
         per_mesh: compare only equal meshes, because the cost of the weight sync depends on the role's mesh.
     """
-    kept: dict[Mesh | None, list[_Option]] = {}
+    options_by_mesh: dict[Mesh | None, list[_Option]] = {}
     found = []
     for option in options:
-        rivals = kept.setdefault(option.placement.mesh if per_mesh else None, [])
+        rivals = options_by_mesh.setdefault(option.placement.mesh if per_mesh else None, [])
         if not any(_dominates(other, option) for other in rivals):
             rivals.append(option)
             found.append(option)

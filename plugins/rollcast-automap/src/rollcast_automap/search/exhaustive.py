@@ -126,15 +126,22 @@ class _Enumeration:
             problem, model = self._problem, self._cost_model
             placements = list_placements(problem, role, pool)
             stages = [stage for stage in problem.stages if stage.role == role.name]
-            costs = {s.name: [model.stage_cost(problem, s, each, pool, mode) for each in placements] for s in stages}
-            memory = [memory_of(problem, model, role, each, pool, mode) for each in placements]
-            switch = _column(model.switch_cost(problem, role, each, pool, mode).seconds for each in placements)
-            seconds = {name: _column(cost.seconds for cost in found) for name, found in costs.items()}
+            costs = {
+                s.name: [model.stage_cost(problem, s, placement, pool, mode) for placement in placements]
+                for s in stages
+            }
+            memory = [memory_of(problem, model, role, placement, pool, mode) for placement in placements]
+            switch = _column(
+                model.switch_cost(problem, role, placement, pool, mode).seconds for placement in placements
+            )
+            seconds = {name: _column(cost.seconds for cost in costs_of_stage) for name, costs_of_stage in costs.items()}
             if stages:
                 seconds[stages[0].name] = seconds[stages[0].name] + switch
             filled = np.zeros(len(placements))
             if role.kind == "generates":
-                filled = sum((_column(c.seconds - c.tail for c in found) for found in costs.values()), switch)
+                filled = sum(
+                    (_column(c.seconds - c.tail for c in costs_of_stage) for costs_of_stage in costs.values()), switch
+                )
             self._tables[key] = _Table(
                 placements,
                 seconds,
@@ -181,14 +188,14 @@ class _Enumeration:
         one, other = roles.index(trained), roles.index(generator)
         shape = [1] * len(block)
         shape[one], shape[other] = len(block[one].placements), len(block[other].placements)
-        found = np.empty((shape[one], shape[other]))
-        for row, column in np.ndindex(found.shape):
+        table = np.empty((shape[one], shape[other]))
+        for row, column in np.ndindex(table.shape):
             sides = [
                 (replace(block[axis].placements[place], pool=homes[role.name]), pools[homes[role.name]])
                 for role, axis, place in ((trained, one, row), (generator, other, column))
             ]
-            found[row, column] = self._sync(sides[0], sides[1], mode)
-        return (found if one < other else found.T).reshape(shape)
+            table[row, column] = self._sync(sides[0], sides[1], mode)
+        return (table if one < other else table.T).reshape(shape)
 
     def _sync(self, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode) -> float:
         key = (trained[0], trained[1].places, rollout[0], rollout[1].places, mode)
@@ -197,7 +204,7 @@ class _Enumeration:
         return self._syncs[key]
 
     def _fits(self, block: Sequence[_Table], pools: tuple[Pool, ...], homes: dict[str, str]) -> npt.NDArray[np.bool_]:
-        found = np.ones((1,) * len(block), dtype=bool)
+        mask = np.ones((1,) * len(block), dtype=bool)
         for pool in pools:
             mine = [
                 (axis, block[axis]) for axis, role in enumerate(self._problem.roles) if homes[role.name] == pool.name
@@ -211,8 +218,8 @@ class _Enumeration:
                 syncing = syncing + _along(table.syncing, axis, len(block))
             smallest = min(self._problem.cluster.nodes[node].kind.memory_bytes for node, _ in pool.places)
             peak = held + shared + np.maximum(passing, syncing)
-            found = found & (peak <= smallest * (1 - self._problem.constraints.headroom))
-        return found
+            mask = mask & (peak <= smallest * (1 - self._problem.constraints.headroom))
+        return mask
 
     def _offer(
         self,

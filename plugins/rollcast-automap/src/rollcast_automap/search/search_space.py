@@ -37,10 +37,10 @@ def partitions(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ()
         return
     first, rest = names[0], names[1:]
-    for found in partitions(rest):
-        yield ((first,), *found)
-        for index, group in enumerate(found):
-            yield (*found[:index], (first, *group), *found[index + 1 :])
+    for partition in partitions(rest):
+        yield ((first,), *partition)
+        for index, group in enumerate(partition):
+            yield (*partition[:index], (first, *group), *partition[index + 1 :])
 
 
 def homes_of(groups: Groups) -> dict[str, str]:
@@ -108,7 +108,7 @@ def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | No
     free = [node.devices for node in nodes]
     if sum(kind == "" for kind, _ in shares) > max(count_kinds(problem) - 1, 0):
         return None
-    found: dict[int, Pool] = {}
+    pools: dict[int, Pool] = {}
     order = sorted(range(len(shares)), key=lambda index: (shares[index][0] == "", -shares[index][1], index))
     for index in order:
         kind, size = shares[index]
@@ -119,17 +119,17 @@ def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | No
         else:
             places, left = [], size
             for number in sorted(mine, key=lambda number: (-free[number], number)):
-                taken = min(free[number], left)
-                left -= taken
-                places += [(number, taken)] if taken else []
+                count = min(free[number], left)
+                left -= count
+                places += [(number, count)] if count else []
             if left:
                 return None
         if kind == "" and len({nodes[number].kind.name for number, _ in places}) == 1:
             return None
-        for number, taken in places:
-            free[number] -= taken
-        found[index] = Pool(f"pool_{index}", tuple(sorted(places)))
-    return tuple(found[index] for index in range(len(shares)))
+        for number, count in places:
+            free[number] -= count
+        pools[index] = Pool(f"pool_{index}", tuple(sorted(places)))
+    return tuple(pools[index] for index in range(len(shares)))
 
 
 def count_kinds(problem: Problem) -> int:

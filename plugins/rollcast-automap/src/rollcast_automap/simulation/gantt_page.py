@@ -84,10 +84,10 @@ def _drawing(problem: Problem, prediction: Prediction, run: SimulatedMapping, co
     end = run.ends[-1]
     scale = (_WIDTH - _LEFT - _RIGHT) / end
     generator = next(stage for stage in problem.stages if stage.kind == "generate")
-    home = next(each.pool for each in prediction.mapping.placements if each.role == generator.role)
+    home = next(placement.pool for placement in prediction.mapping.placements if placement.role == generator.role)
     lanes: list[str] = []
     for pool in prediction.mapping.pools:
-        roles = ", ".join(each.role for each in prediction.mapping.placements if each.pool == pool.name)
+        roles = ", ".join(placement.role for placement in prediction.mapping.placements if placement.pool == pool.name)
         devices = f"{pool.devices} device" + ("s" if pool.devices > 1 else "")
         lanes.append(_lane(f"{pool.name}, {devices}", roles, _of(run, pool.name), _top(len(lanes)), scale, colours))
         if pool.name == home:
@@ -112,7 +112,7 @@ def _top(lane: int) -> float:
 
 
 def _of(run: SimulatedMapping, pool: str) -> list[Interval]:
-    return [each for each in run.intervals if each.pool == pool]
+    return [interval for interval in run.intervals if interval.pool == pool]
 
 
 def _grid(run: SimulatedMapping, scale: float, bottom: float) -> str:
@@ -145,18 +145,19 @@ def _lane(
     parts = [f'<g data-lane role="group" aria-label="{html.escape(f"Pool {name}: {roles}" if roles else name)}">']
     parts.append(f'<text class="y pool" x="{_LEFT - 10}" y="{y + 10:.1f}">{html.escape(_cut(name))}</text>')
     parts.append(f'<text class="y" x="{_LEFT - 10}" y="{y + 23:.1f}">{html.escape(_cut(roles))}</text>')
-    for place, each in enumerate(intervals):
-        x, width = _LEFT + each.start * scale, max((each.end - each.start) * scale, 1.0)
-        shown = _shown(each.name)
-        step = f"step {each.step}" if each.step else "rows of several steps"
-        said = f"{shown}, {step}: {_seconds(each.end - each.start)}, from {each.start:.4g} to {each.end:.4g} s"
+    for place, interval in enumerate(intervals):
+        x, width = _LEFT + interval.start * scale, max((interval.end - interval.start) * scale, 1.0)
+        shown = _shown(interval.name)
+        step = f"step {interval.step}" if interval.step else "rows of several steps"
+        said = f"{shown}, {step}: {_seconds(interval.end - interval.start)}, from {interval.start:.4g} "
+        said += f"to {interval.end:.4g} s"
         fits = width > _NARROW and int((width - 8) / _CHARACTER)
         text = shown if fits and len(shown) <= fits else f"{shown[: fits - 1]}…" if fits and fits > 3 else ""
         label = f'<text x="{x + 5:.1f}" y="{y + 16:.1f}">{html.escape(text)}</text>' if text else ""
         parts.append(
             f'<g class="bar" role="img" tabindex="{-1 if place else 0}" aria-label="{html.escape(said)}" '
-            f'data-tip="{html.escape(said)}" data-start="{each.start:.4f}"><title>{html.escape(said)}</title>'
-            f'<path class="s{colours.get(each.name, _OTHER)}" d="M{x:.1f} {y:.1f}h{width:.1f}v{_BAR:.0f}'
+            f'data-tip="{html.escape(said)}" data-start="{interval.start:.4f}"><title>{html.escape(said)}</title>'
+            f'<path class="s{colours.get(interval.name, _OTHER)}" d="M{x:.1f} {y:.1f}h{width:.1f}v{_BAR:.0f}'
             f'h-{width:.1f}z"/>'
             f"{label}</g>"
         )
@@ -188,21 +189,21 @@ def _replica(replica: ReplicaUse, number: int, top: float, scale: float, colour:
 def _means(replica: ReplicaUse) -> list[float]:
     """Return the mean number of active sequences in each of ``_POINTS`` equal parts of the run."""
     width = replica.seconds / _POINTS
-    found = [0.0] * _POINTS
+    values = [0.0] * _POINTS
     for (begin, active), (end, _) in zip(replica.changes, replica.changes[1:], strict=False):
         place = int(begin / width)
         while active and place < _POINTS and place * width < end:
-            found[place] += active * max(min(end, (place + 1) * width) - max(begin, place * width), 0.0) / width
+            values[place] += active * max(min(end, (place + 1) * width) - max(begin, place * width), 0.0) / width
             place += 1
-    return found
+    return values
 
 
 def _legend(run: SimulatedMapping, colours: dict[str, int]) -> str:
     names: dict[int, list[str]] = {}
-    for name in dict.fromkeys([*colours, *(each.name for each in run.intervals)]):
+    for name in dict.fromkeys([*colours, *(interval.name for interval in run.intervals)]):
         names.setdefault(colours.get(name, _OTHER), []).append(_shown(name))
     items = (
-        f'<li><i class="s{colour}"></i><b>{html.escape(", ".join(each))}</b></li>' for colour, each in names.items()
+        f'<li><i class="s{colour}"></i><b>{html.escape(", ".join(labels))}</b></li>' for colour, labels in names.items()
     )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -229,9 +230,9 @@ def _stage_table(prediction: Prediction, run: SimulatedMapping) -> str:
     counted = len(run.step_times)
     rows = []
     for name, cost in prediction.stages.items():
-        homes = {each.pool for each in run.intervals if each.name == name}
-        spans = [each for each in run.intervals if each.name == name and each.pool == min(homes)]
-        seconds = sum(max(each.end - max(each.start, run.begins), 0.0) for each in spans) / counted
+        homes = {interval.pool for interval in run.intervals if interval.name == name}
+        spans = [interval for interval in run.intervals if interval.name == name and interval.pool == min(homes)]
+        seconds = sum(max(span.end - max(span.start, run.begins), 0.0) for span in spans) / counted
         rows.append(
             f'<tr><th scope="row">{html.escape(_shown(name))}</th><td>{_seconds(seconds)}</td>'
             f"<td>{_seconds(cost.seconds)}</td></tr>"

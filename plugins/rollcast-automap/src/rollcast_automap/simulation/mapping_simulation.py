@@ -75,18 +75,18 @@ class ReplicaUse:
 
     def occupancy(self, start: float = 0.0) -> float:
         """Return the mean share of busy slots from ``start`` on."""
-        taken = sum((end - max(begin, start)) * active for begin, end, active in self._spans(start))
-        return taken / self.slots / self._rest(start)
+        work = sum((end - max(begin, start)) * active for begin, end, active in self._spans(start))
+        return work / self.slots / self._rest(start)
 
     def busy_spans(self) -> list[tuple[float, float]]:
         """Return (begin, end) of the times in which the replica had a sequence."""
-        found: list[tuple[float, float]] = []
+        spans: list[tuple[float, float]] = []
         for begin, end, active in self._spans(0.0):
-            if active and found and found[-1][1] == begin:
-                found[-1] = (found[-1][0], end)
+            if active and spans and spans[-1][1] == begin:
+                spans[-1] = (spans[-1][0], end)
             elif active:
-                found.append((begin, end))
-        return found
+                spans.append((begin, end))
+        return spans
 
     def _rest(self, start: float) -> float:
         return max(self.seconds - start, 1e-12)
@@ -137,11 +137,11 @@ class SimulatedMapping:
     def busy(self) -> dict[str, float]:
         """Return pool → share of the time in which one of its stages ran; syncs and switches do not count."""
         whole = self.ends[-1] - self.begins
-        found = dict.fromkeys((pool.name for pool in self.mapping.pools), 0.0)
-        for pool in found:
-            spans = [each for each in self.intervals if each.pool == pool and _is_stage(each.name)]
-            found[pool] = sum(max(each.end - max(each.start, self.begins), 0.0) for each in spans) / whole
-        return found
+        seconds = dict.fromkeys((pool.name for pool in self.mapping.pools), 0.0)
+        for pool in seconds:
+            spans = [interval for interval in self.intervals if interval.pool == pool and _is_stage(interval.name)]
+            seconds[pool] = sum(max(span.end - max(span.start, self.begins), 0.0) for span in spans) / whole
+        return seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON; busy shares and occupancies exclude the warm-up."""
@@ -154,16 +154,16 @@ class SimulatedMapping:
                     "busy": share,
                     "idle": 1.0 - share,
                     "intervals": [
-                        {"name": each.name, "step": each.step, "start": each.start, "end": each.end}
-                        for each in self.intervals
-                        if each.pool == pool
+                        {"name": interval.name, "step": interval.step, "start": interval.start, "end": interval.end}
+                        for interval in self.intervals
+                        if interval.pool == pool
                     ],
                 }
                 for pool, share in self.busy().items()
             },
             "replicas": [
-                {"slots": each.slots, "busy": each.busy(self.begins), "occupancy": each.occupancy(self.begins)}
-                for each in self.replicas
+                {"slots": replica.slots, "busy": replica.busy(self.begins), "occupancy": replica.occupancy(self.begins)}
+                for replica in self.replicas
             ],
             "ages": [{str(age): ages.count(age) for age in sorted(set(ages))} for ages in self.ages],
         }
@@ -239,7 +239,7 @@ class Replica:
 
     def close(self, now: float) -> ReplicaUse:
         """Return the use of the replica up to the end of the run at ``now``."""
-        changes = [each for each in self.changes if each[0] < now]
+        changes = [change for change in self.changes if change[0] < now]
         return ReplicaUse(self.limit, (*changes, (now, 0)))
 
     def _admit(self, number: int, length: float) -> None:
@@ -296,7 +296,7 @@ class _Player:
 
     def __post_init__(self) -> None:
         pools = {pool.name: pool for pool in self.mapping.pools}
-        self.placed = {each.role: (each, pools[each.pool]) for each in self.mapping.placements}
+        self.placed = {placement.role: (placement, pools[placement.pool]) for placement in self.mapping.placements}
         self.generation = _find_generation(self.problem)
         self.overlaps = ahead(self.mapping) > 0
 
@@ -402,8 +402,10 @@ def _find_generation(problem: Problem) -> StageSpec:
     """
     kinds = [stage.kind for stage in problem.stages]
     if kinds.count("generate") != 1 or kinds[0] != "generate":
-        found = ", ".join(f"{stage.name} ({stage.kind})" for stage in problem.stages)
-        raise ConfigError(f"a mapping can be simulated if one stage generates and is the first; the stages are {found}")
+        listed = ", ".join(f"{stage.name} ({stage.kind})" for stage in problem.stages)
+        raise ConfigError(
+            f"a mapping can be simulated if one stage generates and is the first; the stages are {listed}"
+        )
     return problem.stages[0]
 
 
@@ -465,14 +467,14 @@ def simulate_mapping(
 def _collect(player: _Player, run: TrainingSimulation, warm_up: int) -> SimulatedMapping:
     end = player.ends[-1]
     replicas = tuple(replica.close(end) for replica in player.replicas)
-    intervals = [each for each in player.intervals if each.start < end]
+    intervals = [interval for interval in player.intervals if interval.start < end]
     if player.overlaps:
         home = player.placed[player.generation.role][1].name
         spans = _union([span for replica in replicas for span in replica.busy_spans()])
         intervals += [Interval(player.generation.name, home, None, *span) for span in spans]
     return SimulatedMapping(
         mapping=player.mapping,
-        intervals=tuple(sorted(intervals, key=lambda each: (each.start, each.end))),
+        intervals=tuple(sorted(intervals, key=lambda interval: (interval.start, interval.end))),
         replicas=replicas,
         ends=tuple(player.ends),
         ages=tuple(step.ages for step in run.steps),
@@ -483,10 +485,10 @@ def _collect(player: _Player, run: TrainingSimulation, warm_up: int) -> Simulate
 
 def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of time spans as disjoint spans in rising order."""
-    found: list[tuple[float, float]] = []
+    active_spans: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if active_spans and start <= active_spans[-1][1]:
+            active_spans[-1] = (active_spans[-1][0], max(active_spans[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            active_spans.append((start, end))
+    return active_spans

@@ -127,7 +127,7 @@ def _prompt(row: Row) -> list[dict[str, str]]:
     messages = row.get("prompt")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{row.location}: the prompt is not a list of messages: {str(messages)[:80]!r}")
-    return [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
 
 
 def _truth(row: Row) -> str:
@@ -139,5 +139,8 @@ def _truth(row: Row) -> str:
 
 def _write(output: Path, splits: Mapping[str, list[dict[str, Any]]]) -> PreprocessReport:
     # Every file is read before one is written, so a bad row does not leave half of a data set behind.
-    rows = {f"{split}.parquet": write_parquet(output / f"{split}.parquet", each) for split, each in splits.items()}
+    rows = {
+        f"{split}.parquet": write_parquet(output / f"{split}.parquet", rows_of_split)
+        for split, rows_of_split in splits.items()
+    }
     return PreprocessReport(rows)

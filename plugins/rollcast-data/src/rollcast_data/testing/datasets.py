@@ -124,7 +124,7 @@ class DatasetSuite:
 
     def test_building_it_again_gives_the_same_rows(self, build: Any) -> None:
         first, second = build(), build()
-        batches = [each.collate([each[index] for index in range(len(each))]) for each in (first, second)]
+        batches = [dataset.collate([dataset[index] for index in range(len(dataset))]) for dataset in (first, second)]
         difference = find_difference(*batches)
         require(difference is None, f"the same files give the same rows: {difference}")
 

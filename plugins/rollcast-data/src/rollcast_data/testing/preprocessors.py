@@ -77,8 +77,8 @@ class PreprocessorSuite:
         for name, count in report.rows.items():
             file = tmp_path / "out" / name
             require(file.is_file(), f"the report's file {name} exists in the output folder")
-            found = len(read_files([file]))
-            require(found == count > 0, f"{name} has the report's {count} rows, not {found}")
+            rows_in_file = len(read_files([file]))
+            require(rows_in_file == count > 0, f"{name} has the report's {count} rows, not {rows_in_file}")
         require(all(isinstance(note, str) and note for note in report.notes), "notes are texts")
 
     def test_rows_have_the_columns(
@@ -86,7 +86,7 @@ class PreprocessorSuite:
     ) -> None:
         report = self.run(preprocessor_class, source, tmp_path / "out")
         for name in report.rows:
-            columns = [each for pattern, some in self.columns.items() if fnmatch(name, pattern) for each in some]
+            columns = [column for pattern, some in self.columns.items() if fnmatch(name, pattern) for column in some]
             for number, row in enumerate(read_files([tmp_path / "out" / name])):
                 missing = [column for column in columns if row.values.get(column) is None]
                 require(not missing, f"row {number} of {name} has the columns {missing}")
@@ -122,8 +122,8 @@ class PreprocessorSuite:
         second = self.run(preprocessor_class, source, tmp_path / "out")
         require(dict(first.rows) == dict(second.rows), f"a second run writes the same rows, not {dict(second.rows)}")
         for name, count in second.rows.items():
-            found = len(read_files([tmp_path / "out" / name]))
-            require(found == count, f"after a second run {name} has {count} rows, not {found}")
+            rows_in_file = len(read_files([tmp_path / "out" / name]))
+            require(rows_in_file == count, f"after a second run {name} has {count} rows, not {rows_in_file}")
 
     def test_it_writes_only_its_output(
         self,

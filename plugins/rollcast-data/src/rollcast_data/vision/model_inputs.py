@@ -126,17 +126,17 @@ class ImageInputs:
         Raises:
             DataError: the prompt has another number of placeholders than images, or an image cannot be read.
         """
-        found = sum(1 for each in ids if each == self.image_token_id)
-        if found != len(images):
+        count = sum(1 for token_id in ids if token_id == self.image_token_id)
+        if count != len(images):
             raise DataError(
-                f"{where}: the prompt has {found} image placeholders after the chat template, and the row has "
+                f"{where}: the prompt has {count} image placeholders after the chat template, and the row has "
                 f"{len(images)} images; write each image as a part of type image, or as <image> in the text"
             )
         remaining = iter(images)
         expanded: array[int] = array("i")
-        for each in ids:
-            repeats = self._count(next(remaining), where) if each == self.image_token_id else 1
-            expanded.extend([each] * repeats)
+        for token in ids:
+            repeats = self._count(next(remaining), where) if token == self.image_token_id else 1
+            expanded.extend([token] * repeats)
         return expanded
 
     def _count(self, image: bytes, where: str) -> int:
@@ -146,8 +146,8 @@ class ImageInputs:
 
     def pixels(self, images: Iterable[bytes]) -> tuple[Tensor, Tensor]:
         """Return ``pixel_values`` float32 ``[N, D]`` and ``image_grid_thw`` int64 ``[K, 3]`` of ``K`` images."""
-        found = [self._process(image) for image in images]
-        return torch.cat([each.pixel_values for each in found]), torch.stack([each.grid for each in found])
+        processed = [self._process(image) for image in images]
+        return torch.cat([image.pixel_values for image in processed]), torch.stack([image.grid for image in processed])
 
     def grids(self, images: Images, where: str = "an image") -> list[Grid]:
         """Return frames, lines and columns of tokens of each image; ``where`` is for messages."""
@@ -166,7 +166,7 @@ class ImageInputs:
                 between those of one image, or an image cannot be read.
         """
         counts = [frames * lines * columns for frames, lines, columns in self.grids(images, where)]
-        places = [place for place, each in enumerate(ids) if each == self.image_token_id]
+        places = [place for place, token in enumerate(ids) if token == self.image_token_id]
         if len(places) != sum(counts):
             raise DataError(
                 f"{where}: the prompt has {len(places)} image placeholders (token id {self.image_token_id}), but its "
@@ -208,8 +208,8 @@ class ImageInputs:
             if known is not None:
                 self._cache.move_to_end(image)
                 return known
-        given = self._processor(images=[decode_image(image, where)], return_tensors="pt")
-        done = _Processed(given["pixel_values"].float(), given["image_grid_thw"][0].long())
+        inputs = self._processor(images=[decode_image(image, where)], return_tensors="pt")
+        done = _Processed(inputs["pixel_values"].float(), inputs["image_grid_thw"][0].long())
         with self._lock:
             if image not in self._cache:
                 self._cache[image] = done

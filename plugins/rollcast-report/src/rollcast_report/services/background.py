@@ -102,15 +102,15 @@ class BackgroundTracker(BaseTracker):
     @hookimpl
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the metrics of one step."""
-        taken = dict(metrics)
-        self._submit(lambda: self.log_metrics(step, taken))
+        copy = dict(metrics)
+        self._submit(lambda: self.log_metrics(step, copy))
 
     @hookimpl
     def on_validation_end(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Queue samples of one validation; its metrics are among those of the step."""
-        taken = [dict(sample) for sample in samples[: self._max_samples]]
-        if taken:
-            self._submit(lambda: self.log_samples(step, taken))
+        copies = [dict(sample) for sample in samples[: self._max_samples]]
+        if copies:
+            self._submit(lambda: self.log_samples(step, copies))
 
     @hookimpl
     def on_fit_end(self, error: BaseException | None) -> None:

@@ -124,5 +124,5 @@ def dataset_name(name: str, config: DictConfig) -> str:
     """
     if name != "prompts":
         return name
-    kinds = (generators.get(each) for each in generators.names())
+    kinds = (generators.get(generator) for generator in generators.names())
     return "tasks" if any(kind.is_wanted(config) and kind.scores_itself(config) for kind in kinds) else name

@@ -84,7 +84,7 @@ def _version(name: str) -> str | None:
 def _tested(adapter: str, engine: str) -> Requirement | None:
     """Return what an adapter's extras ask of an engine."""
     try:
-        found = [Requirement(line) for line in importlib.metadata.requires(adapter) or ()]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(adapter) or ()]
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next((each for each in found if each.name == engine), None)
+    return next((requirement for requirement in requirements if requirement.name == engine), None)

@@ -45,7 +45,7 @@ class RecordedLayers:
             )
         return cls(weights.expert_layers, int(model_config.get_text_config().num_hidden_layers))
 
-    def select(self, found: NDArray[Any], count: int, request_id: str) -> NDArray[np.int16]:
+    def select(self, routes: NDArray[Any], count: int, request_id: str) -> NDArray[np.int16]:
         """Return a sequence's ``routed_experts``, int16 ``[count, layers with experts, k]``; -1 for tokens not read.
 
         Args:
@@ -57,13 +57,13 @@ class RecordedLayers:
         Raises:
             RolloutError: the choices are those of fewer tokens or of other layers.
         """
-        tokens = len(found) if found.ndim == 3 else count - 1
-        if tokens < count - 1 or not found.size or found.size % (tokens * self.total):
+        tokens = len(routes) if routes.ndim == 3 else count - 1
+        if tokens < count - 1 or not routes.size or routes.size % (tokens * self.total):
             raise RolloutError(
-                f"request {request_id!r}: the engine returned experts of shape {found.shape} for {count} tokens; at "
+                f"request {request_id!r}: the engine returned experts of shape {routes.shape} for {count} tokens; at "
                 f"least [{count - 1}, {self.total}, experts of a token] is needed"
             )
-        choices = found.reshape(tokens, self.total, -1)[:count, list(self.indices)]
+        choices = routes.reshape(tokens, self.total, -1)[:count, list(self.indices)]
         padded = np.full((count, *choices.shape[1:]), -1, np.int16)
         padded[: len(choices)] = choices
         return padded

@@ -208,5 +208,5 @@ def answer_step(
     if gather is not None:
         everyone = gather(answer)
         answers = list(enumerate(everyone)) if rank == 0 else []
-    for number, each in answers:
-        Path(f"{path}.{number}").write_bytes(pickle.dumps(each))
+    for number, state in answers:
+        Path(f"{path}.{number}").write_bytes(pickle.dumps(state))

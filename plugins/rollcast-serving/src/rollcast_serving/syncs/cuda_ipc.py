@@ -131,11 +131,11 @@ def describe_tensor(flat: Tensor) -> dict[str, Any]:
         WeightSyncError: the installed torch has another format of handles.
     """
     rebuild, values = reductions.reduce_tensor(flat)  # type: ignore[no-untyped-call]
-    given = tuple(inspect.signature(rebuild).parameters)
-    if given != _PARAMETERS or len(values) != len(_PARAMETERS):
+    parameters = tuple(inspect.signature(rebuild).parameters)
+    if parameters != _PARAMETERS or len(values) != len(_PARAMETERS):
         raise WeightSyncError(
             f"rollout.weight_sync=cuda_ipc does not support how torch {torch.__version__} shares memory of a process "
-            f"({', '.join(given)}); choose shared_memory"
+            f"({', '.join(parameters)}); choose shared_memory"
         )
     named = dict(zip(_PARAMETERS, values, strict=True))
     return {

@@ -251,7 +251,7 @@ def receive_buckets(
         WeightSyncError: the sender is unreachable or gone.
     """
     buffers: dict[int, Tensor] = {}
-    taken = 0
+    offset = 0
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(float(source["timeout_s"]))
         try:
@@ -261,14 +261,14 @@ def receive_buckets(
             while True:
                 message, fds = _receive_message(connection)
                 if "end" in message:
-                    _send(connection, {"taken": taken + 1})
+                    _send(connection, {"taken": offset + 1})
                     return
                 if (opened := open_buffer(message, fds)) is not None:
                     buffers[message["buffer"]] = opened
                 yield read_bucket(buffers[message["buffer"]], message["tensors"])
                 settle()
-                taken += 1
-                _send(connection, {"taken": taken})
+                offset += 1
+                _send(connection, {"taken": offset})
         except (OSError, EOFError) as error:
             raise WeightSyncError(f"the trainer disconnected while it sent weights: {error}") from error
 

@@ -117,8 +117,8 @@ class AdmissionSuite:
         """Check that a run never deadlocks and that a step gets the number of groups it requested."""
         for game in games:
             for _ in range(self.steps):
-                taken = [selection.take for _, selection in game.step() if selection.take]
-                assert [len(take) for take in taken] == [game.admission.settings.groups_per_step]
+                takes = [selection.take for _, selection in game.step() if selection.take]
+                assert [len(take) for take in takes] == [game.admission.settings.groups_per_step]
                 game.publish()
 
     def test_only_finished_groups_are_taken_and_each_once(self, games: list[_Game]) -> None:

@@ -441,7 +441,7 @@ class OpenAISuite:
                 choices = [choice for event in answer for choice in event.choices]
                 calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
                 assert [call.index for call in calls] == [0, 1]
-                reason, content = choices[-1].finish_reason, "".join(each.delta.content or "" for each in choices)
+                reason, content = choices[-1].finish_reason, "".join(part.delta.content or "" for part in choices)
             else:
                 (choice,) = answer.choices
                 calls, reason, content = choice.message.tool_calls, choice.finish_reason, choice.message.content

@@ -257,13 +257,13 @@ class WeightSyncSuite:
     @pytest.fixture
     def replicas(self, sync_class: type[BaseWeightSync], started: list[ReplicaProcess]) -> list[ReplicaProcess]:
         """Return two replicas that work."""
-        for dead in [each for each in started if not each.is_alive]:
+        for dead in [receiver for receiver in started if not receiver.is_alive]:
             started.remove(dead)
             dead.close()
         while len(started) < 2:
             started.append(ReplicaProcess(sync_class))
-        for each in started:
-            each.fault, each.held, each.largest = "", {}, 0
+        for process in started:
+            process.fault, process.held, process.largest = "", {}, 0
         return list(started)
 
     def build(
@@ -316,8 +316,8 @@ class WeightSyncSuite:
                 reports = self.send(sync, version)
                 _require_delivered(engine, replicas, reports, version)
             sync.close()
-            bound = max(bucket_bytes, *(each.numel() * each.element_size() for _, each in engine.named))
-            largest = max(each.largest for each in replicas)
+            bound = max(bucket_bytes, *(tensor.numel() * tensor.element_size() for _, tensor in engine.named))
+            largest = max(replica.largest for replica in replicas)
             require(largest <= bound, f"buckets of {bucket_bytes} bytes have at most {bound}, not {largest}")
 
     def test_a_small_change_arrives(self, sync_class: type[BaseWeightSync], replicas: list[ReplicaProcess]) -> None:
@@ -345,8 +345,8 @@ class WeightSyncSuite:
     def test_a_rank_without_targets_takes_part(self, sync_class: type[BaseWeightSync], started: object) -> None:
         engine = NamedTensors(self.tensors())
         sync = self.build(sync_class, engine, [])
-        found = list(self.send(sync, 1))
-        require(found == [], f"without targets nothing is delivered, not {found}")
+        reports = list(self.send(sync, 1))
+        require(reports == [], f"without targets nothing is delivered, not {reports}")
         law = f"a rank without targets gathers every weight, {len(engine.named)}, not {engine.gathered}"
         require(engine.gathered == len(engine.named), law)
 

@@ -81,8 +81,8 @@ def _matcher(request: Any) -> StopMatcher | None:
         return None
     if not hasattr(request, "rollcast_matcher"):
         request.rollcast_matcher = _stop_strings().matcher(texts)
-    found: StopMatcher | None = request.rollcast_matcher
-    return found
+    matcher: StopMatcher | None = request.rollcast_matcher
+    return matcher
 
 
 @functools.cache
@@ -152,8 +152,8 @@ class _TorchWithoutPinning:
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        found = getattr(torch, name)
-        return partial(_make_unpinned, found) if name in {"tensor", "zeros", "empty", "ones"} else found
+        dtype = getattr(torch, name)
+        return partial(_make_unpinned, dtype) if name in {"tensor", "zeros", "empty", "ones"} else dtype
 
 
 def _make_unpinned(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

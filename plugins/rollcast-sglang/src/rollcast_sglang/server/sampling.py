@@ -23,8 +23,8 @@ def filter_probs(probs: Tensor, top_ks: Tensor, top_ps: Tensor, untouched: Tenso
     before = ordered.cumsum(-1) - ordered
     ordered = ordered.masked_fill(before >= top_ps[:, None] * ordered.sum(-1, keepdim=True), 0)
     ordered /= ordered.sum(-1, keepdim=True)
-    kept = torch.empty_like(probs).scatter_(-1, order, ordered)
-    probs.copy_(torch.where(untouched[:, None], probs, kept))
+    filtered = torch.empty_like(probs).scatter_(-1, order, ordered)
+    probs.copy_(torch.where(untouched[:, None], probs, filtered))
 
 
 def pick_tokens(probs: Tensor, numbers: Tensor) -> Tensor:

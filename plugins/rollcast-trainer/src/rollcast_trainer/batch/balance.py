@@ -19,8 +19,8 @@ def row_lengths(batch: DataProto) -> list[int]:
     The response is measured on its mask: the mask has the same rows and a quarter of the bytes.
     """
     lengths = Jagged.of(batch["prompts"], "prompts").lengths + Jagged.of(batch["response_mask"]).lengths
-    found: list[int] = lengths.tolist()
-    return found
+    sizes: list[int] = lengths.tolist()
+    return sizes
 
 
 def deal_rows(lengths: Sequence[int], parts: int, homes: Sequence[int] | None = None) -> list[list[int]]:
@@ -47,15 +47,15 @@ def deal_rows(lengths: Sequence[int], parts: int, homes: Sequence[int] | None = 
 def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
     """Return the rows of each part, equally many in each; rows that find no place at home fill the other parts."""
     size = len(homes) // parts
-    found: list[list[int]] = [[] for _ in range(parts)]
+    bins: list[list[int]] = [[] for _ in range(parts)]
     left: list[int] = []
     for row, home in enumerate(homes):
-        (found[home] if len(found[home]) < size else left).append(row)
-    for part in found:
+        (bins[home] if len(bins[home]) < size else left).append(row)
+    for part in bins:
         places = size - len(part)
         part.extend(left[:places])
         del left[:places]
-    return found
+    return bins
 
 
 def spread_rows(

@@ -53,12 +53,12 @@ def mean_interval(uid: torch.Tensor, score: torch.Tensor) -> tuple[float, float]
 
 def first_groups(batch: DataProto, count: int) -> DataProto:
     """Return the rows of the first ``count`` groups, renumbered from 0."""
-    found, uid = batch["uid"].unique(return_inverse=True)
-    kept = batch.with_columns({"uid": uid})
-    return kept if len(found) <= count else kept.select_idxs((uid < count).nonzero().flatten())
+    groups, uid = batch["uid"].unique(return_inverse=True)
+    chosen = batch.with_columns({"uid": uid})
+    return chosen if len(groups) <= count else chosen.select_idxs((uid < count).nonzero().flatten())
 
 
-def join_groups(kept: Sequence[DataProto], wanted: int) -> DataProto:
+def join_groups(groups: Sequence[DataProto], wanted: int) -> DataProto:
     """Return the first ``wanted`` groups of several generated batches.
 
     Args:
@@ -66,9 +66,9 @@ def join_groups(kept: Sequence[DataProto], wanted: int) -> DataProto:
         wanted: maximum number of groups.
     """
     joined: list[DataProto] = []
-    names = [name for name in ("uid", "rollout_index") if name in kept[0]]
+    names = [name for name in ("uid", "rollout_index") if name in groups[0]]
     offsets = dict.fromkeys(names, 0)
-    for batch in kept:
+    for batch in groups:
         if len(batch):
             joined.append(batch.with_columns({name: batch[name] + offsets[name] for name in names}))
             offsets = {name: offsets[name] + int(batch[name].max()) + 1 for name in names}

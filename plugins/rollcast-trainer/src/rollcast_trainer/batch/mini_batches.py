@@ -104,11 +104,11 @@ def plan_update(
     denominators: list[Denominators] = []
     run = -(-len(batch) // dp_size)
     for rows in mini_batches:
-        kept = rows if skip_rows is None else rows[~skip_rows[rows]]
+        trained = rows if skip_rows is None else rows[~skip_rows[rows]]
         sums = _rollout_tokens(tokens, rows, rollouts)
-        denominators.append(_denominators(tokens, rows, kept, max_tokens, sums))
+        denominators.append(_denominators(tokens, rows, trained, max_tokens, sums))
         own = tokens if rollouts is None else sums[rollouts]
-        indices = kept.tolist()
+        indices = trained.tolist()
         # At least one row per rank: ranks that share a model run every pass together.
         per_rank = max(-(-len(indices) // dp_size), 1)
         missing = per_rank * dp_size - len(indices)
@@ -143,12 +143,12 @@ def _rollout_tokens(tokens: torch.Tensor, rows: torch.Tensor, rollouts: torch.Te
 
 
 def _denominators(
-    tokens: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int, sequences: torch.Tensor
+    tokens: torch.Tensor, rows: torch.Tensor, trained: torch.Tensor, max_tokens: int, sequences: torch.Tensor
 ) -> Denominators:
     whole = count_denominators(sequences, max_tokens)
-    if len(kept) == len(rows):
+    if len(trained) == len(rows):
         return whole
-    return replace(whole, present_tokens=float(tokens[kept].sum()))
+    return replace(whole, present_tokens=float(tokens[trained].sum()))
 
 
 def without_advantage(batch: DataProto) -> torch.Tensor:

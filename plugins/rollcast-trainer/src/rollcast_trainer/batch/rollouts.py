@@ -24,8 +24,8 @@ def rollouts_of(batch: DataProto) -> torch.Tensor | None:
     """Return the rollout of each row, int64 ``[B]`` from 0; None if each row is a rollout of its own."""
     if ROLLOUT not in batch:
         return None
-    found, place = batch[ROLLOUT].unique(return_inverse=True)
-    return None if len(found) == len(batch) else place
+    rollouts, place = batch[ROLLOUT].unique(return_inverse=True)
+    return None if len(rollouts) == len(batch) else place
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,6 @@ class Recorder:
         later, self._later = self._later, []
         for metrics in later:
             self._metrics.update(metrics())
-        found = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
+        row = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
         self._metrics, self._seconds = {}, {}
-        return found
+        return row

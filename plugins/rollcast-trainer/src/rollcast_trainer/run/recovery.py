@@ -116,9 +116,9 @@ def describe_loss(error: BaseException, groups: Iterable[WorkerGroup], notice_s:
         notice_s: seconds to wait for a death that may have caused ``error`` and is not noticed yet.
     """
     chain = _worker_errors(error)
-    for each in chain:
-        if each.cause_type == CallFailed.DIED:
-            return _one_line(str(each))
+    for link in chain:
+        if link.cause_type == CallFailed.DIED:
+            return _one_line(str(link))
     groups = list({group.name: group for group in groups}.values())
     # A group of one process cannot fail because of another's death.
     if not chain or sum(group.world_size for group in groups) < 2:
@@ -138,15 +138,17 @@ def _worker_errors(error: BaseException) -> list[WorkerError]:
     """Return the worker errors among an error and its causes."""
     seen: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and not any(current is each for each in seen):
+    while current is not None and not any(current is other for other in seen):
         seen.append(current)
         current = current.__cause__ or current.__context__
-    return [each for each in seen if isinstance(each, WorkerError)]
+    return [item for item in seen if isinstance(item, WorkerError)]
 
 
 def _died_at_start(error: BaseException) -> bool:
     """Return True if a process died during start-up; its group then does not exist and cannot report the loss."""
-    return any(each.method == "__init__" and each.cause_type == CallFailed.DIED for each in _worker_errors(error))
+    return any(
+        failure.method == "__init__" and failure.cause_type == CallFailed.DIED for failure in _worker_errors(error)
+    )
 
 
 def _await_death(groups: Iterable[WorkerGroup]) -> None:

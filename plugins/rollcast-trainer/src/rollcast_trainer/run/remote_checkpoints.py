@@ -61,7 +61,7 @@ class RemoteCheckpoints:
         except ResourceError as error:
             raise CheckpointError(f"trainer.default_hdfs_dir: {error}") from error
 
-    def push(self, step: int, kept: Iterable[int]) -> None:
+    def push(self, step: int, steps: Iterable[int]) -> None:
         """Start copying a complete checkpoint, after the previous one is copied.
 
         Args:
@@ -69,17 +69,17 @@ class RemoteCheckpoints:
             kept: steps of the checkpoints in the run directory; other ones are removed from the copy.
         """
         self.wait()
-        self._copying = self._executor.submit(self._push, step, frozenset({step, *kept}))
+        self._copying = self._executor.submit(self._push, step, frozenset({step, *steps}))
 
-    def _push(self, step: int, kept: frozenset[int]) -> None:
+    def _push(self, step: int, steps: frozenset[int]) -> None:
         name = f"step_{step}"
         self._remote.upload(self._run_dir / CONFIG_FILE, CONFIG_FILE)
         self._remote.upload(self._run_dir / "checkpoints" / name, f"checkpoints/{name}")
         self._remote.write_text(f"checkpoints/{LATEST}", f"{name}\n")
-        for each in self._remote.names("checkpoints"):
-            match = _STEP.fullmatch(each)
-            if match and int(match[1]) not in kept:
-                self._remote.remove(f"checkpoints/{each}")
+        for entry in self._remote.names("checkpoints"):
+            match = _STEP.fullmatch(entry)
+            if match and int(match[1]) not in steps:
+                self._remote.remove(f"checkpoints/{entry}")
 
     def wait(self) -> None:
         """Wait until the checkpoint in flight is copied; a failure is logged, and raised by :meth:`close`.

@@ -82,7 +82,7 @@ class RolloutRecord:
         """Return the recorded steps in ascending order."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(found[1]) for file in self.folder.iterdir() if (found := _STEP.fullmatch(file.name)))
+        return sorted(int(match[1]) for file in self.folder.iterdir() if (match := _STEP.fullmatch(file.name)))
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step_{step}.batch"
@@ -109,9 +109,9 @@ class RolloutRecord:
             DataProtoError: an object column is not JSON.
             OSError: the file cannot be written.
         """
-        kept = {name: value for name, value in metrics.items() if math.isfinite(value) and not name.endswith(_RATES)}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value) and not name.endswith(_RATES)}
         whole = batch.local()
-        whole.meta_info = {_METRICS: kept}
+        whole.meta_info = {_METRICS: finite}
         whole.save(self._file(step))
 
     # -- reading ------------------------------------------------------------------------------

@@ -106,8 +106,8 @@ class RolloutsBeside(Generic[R]):
             replicas.on_close.append(service.close)
         while self._is_short(service):
             replicas.run(service.submit(self._groups(self._run.prompts.draw())))
-        taken = replicas.run(service.take(self._size))
-        for group in (*(each.task for each in taken), *service.queue.take_dropped()):
+        taken_groups = replicas.run(service.take(self._size))
+        for group in (*(taken_group.task for taken_group in taken_groups), *service.queue.take_dropped()):
             self._forget(group.number)
         load = service.queue.load
         self._run.record(
@@ -119,7 +119,7 @@ class RolloutsBeside(Generic[R]):
                 "rollout/idle_s": replicas.run(service.take_idle_seconds()),
             }
         )
-        return taken
+        return taken_groups
 
     def publish(self, version: int) -> None:
         """Tell the service the current weight version of the replicas."""

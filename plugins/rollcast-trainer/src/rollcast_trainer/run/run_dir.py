@@ -140,8 +140,8 @@ class Checkpoints:
         """Return the steps of the complete checkpoints in ascending order."""
         if not self.folder.is_dir():
             return []
-        found = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
+        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        return sorted(int(match.group(1)) for match in matches if match)
 
     def path(self, step: int) -> Path:
         """Return the folder of a complete checkpoint."""
@@ -167,7 +167,7 @@ class Checkpoints:
                     file.flush()
                     os.fsync(file.fileno())
         except CheckpointError as error:
-            complete = ", ".join(f"step_{each}" for each in self.steps()) or "none"
+            complete = ", ".join(f"step_{saved}" for saved in self.steps()) or "none"
             raise CheckpointError(f"checkpoint: {error}; complete ones: {complete}") from error
         self._point_to(step)
         self._prune()
@@ -199,7 +199,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot; the message names the file, the reason and the other checkpoints.
         """
-        others = ", ".join(f"step_{each}" for each in self.steps() if each != step) or "none"
+        others = ", ".join(f"step_{saved}" for saved in self.steps() if saved != step) or "none"
         try:
             missing = [key for key in _NEEDED if key not in self.load_state(step)]
             if missing:
@@ -348,7 +348,7 @@ def differing_settings(earlier: Mapping[str, Any], config: Mapping[str, Any], fr
     return [
         f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted({*before, *now})
-        if not any(key == each or key.startswith(f"{each}.") for each in (*_FREE, *free))
+        if not any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*_FREE, *free))
         # Moving a run directory does not make another run of it.
         and _without(before.get(key), old_home) != _without(now.get(key), new_home)
     ]
@@ -382,7 +382,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 def _without(value: Any, run_dir: str) -> Any:
     if isinstance(value, list):
-        return [_without(each, run_dir) for each in value]
+        return [_without(item, run_dir) for item in value]
     if isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/")):
         return f"<run_dir>{value[len(run_dir) :]}"
     return value

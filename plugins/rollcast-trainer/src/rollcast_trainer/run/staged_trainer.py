@@ -187,7 +187,7 @@ class StagedTrainer(BaseTrainer):
 
     def save_checkpoint(self) -> None:
         """Write ``checkpoints/step_N``, atomically; raises CheckpointError, with earlier checkpoints intact."""
-        kept = {place.name: stage.state_dict() for place, stage in zip(self.places, self.stages, strict=True)}
+        states = {place.name: stage.state_dict() for place, stage in zip(self.places, self.stages, strict=True)}
         state: dict[str, Any] = {
             "step": self.step,
             "data": self.batches.state_dict(),
@@ -195,7 +195,7 @@ class StagedTrainer(BaseTrainer):
             "accuracy": self.metrics.get("val/accuracy"),
             "stop_at": self.goal.state_dict(),
             "trainer": self.state_dict(),
-            "stages": {name: each for name, each in kept.items() if each},
+            "stages": {name: stage_state for name, stage_state in states.items() if stage_state},
         }
         self.saver.save(self.step, state)
 
@@ -207,11 +207,11 @@ class StagedTrainer(BaseTrainer):
         self.batches.load_state_dict(state["data"])
         if state["best_accuracy"] is not None:
             self.best_accuracy = float(state["best_accuracy"])
-        kept = state.get("stages", {})
+        states = state.get("stages", {})
         for place, stage in zip(self.places, self.stages, strict=True):
-            if place.name in kept:
+            if place.name in states:
                 with _naming_state(step, f"stages.{place.name}"):
-                    stage.load_state_dict(kept[place.name])
+                    stage.load_state_dict(states[place.name])
         with _naming_state(step, "stop_at"):
             self.goal.load_state_dict(state.get("stop_at", {}))
         with _naming_state(step, "trainer"):

@@ -58,7 +58,7 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
     for key, names in (("insert", changes.insert), ("replace", changes.replace), ("remove", changes.remove)):
         for name in (*names, *(changes.replace.values() if key == "replace" else ())):
             stages.find(name, requested_by=f"trainer.stages.{key}")
-    found: dict[str, StageSpec] = {}
+    writers: dict[str, StageSpec] = {}
     for name in stages.names():
         if name in changes.remove or name in changes.replace:
             continue
@@ -72,10 +72,10 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
         # Outside the handler: if declare() fails because a plugin of the stage is missing, the error must end the run.
         spec = stage.declare(run)
         if spec is not None:
-            found[name] = spec
+            writers[name] = spec
         elif name in wanted:
             raise ConfigError(f"trainer.stages names {name!r}, which does not apply to a run with this configuration")
-    return found
+    return writers
 
 
 def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[dict[str, StageSpec], Changes]:
@@ -84,23 +84,23 @@ def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[di
     Raises:
         ConfigError: two stages replace the same one, or the recipe inserts a stage that is replaced.
     """
-    taken: dict[str, str] = {}
+    replaced: dict[str, str] = {}
     for name, spec in specs.items():
         for old in spec.replaces:
-            if old in taken:
+            if old in replaced:
                 raise ConfigError(
-                    f"the stages {taken[old]!r} and {name!r} both replace {old!r}; choose one with "
-                    f"trainer.stages.remove=[{taken[old]}] or trainer.stages.remove=[{name}]"
+                    f"the stages {replaced[old]!r} and {name!r} both replace {old!r}; choose one with "
+                    f"trainer.stages.remove=[{replaced[old]}] or trainer.stages.remove=[{name}]"
                 )
             if old in changes.insert:
                 raise ConfigError(f"trainer.stages.insert names {old!r}, which {name!r} replaces in this run")
-            taken[old] = name
-    kept = {name: spec for name, spec in specs.items() if name not in taken}
-    return kept, Changes(changes.insert, {**taken, **changes.replace}, changes.remove)
+            replaced[old] = name
+    remaining = {name: spec for name, spec in specs.items() if name not in replaced}
+    return remaining, Changes(changes.insert, {**replaced, **changes.replace}, changes.remove)
 
 
 def supply(
-    goals: Sequence[str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes | None = None
+    goals: Sequence[str], specs: Mapping[str, StageSpec], present: Collection[str], changes: Changes | None = None
 ) -> list[Place]:
     """Return the stages that reach the goals, in execution order.
 
@@ -121,7 +121,7 @@ def supply(
             reasons[_known(name, "a goal of the trainer", specs)] = "goal of the trainer"
     for name in changes.insert:
         reasons.setdefault(_known(name, "trainer.stages.insert", specs), "trainer.stages.insert")
-    _close(reasons, specs, given, changes)
+    _close(reasons, specs, present, changes)
     return [Place(name, specs[name], reasons[name]) for name in _order(list(reasons), specs, changes)]
 
 
@@ -131,24 +131,24 @@ def _known(name: str, asked: str, specs: Mapping[str, StageSpec]) -> str:
     return name
 
 
-def _close(reasons: dict[str, str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes) -> None:
+def _close(reasons: dict[str, str], specs: Mapping[str, StageSpec], present: Collection[str], changes: Changes) -> None:
     """Add the stages that those in ``reasons`` need, until no column is missing."""
     while True:
         missing: list[tuple[str, str, list[str]]] = []
         for name in list(reasons):
-            for brought in (changes.replace.get(each, each) for each in specs[name].brings):
+            for brought in (changes.replace.get(stage, stage) for stage in specs[name].brings):
                 if brought not in changes.remove:
                     reasons.setdefault(_known(brought, f"brought by {name}", specs), f"comes with {name}")
             for column in specs[name].reads:
-                if column in given or any(_writes(specs[each], column) for each in reasons if each != name):
+                if column in present or any(_writes(specs[stage], column) for stage in reasons if stage != name):
                     continue
-                missing.append((name, column, [each for each in specs if _writes(specs[each], column)]))
+                missing.append((name, column, [stage for stage in specs if _writes(specs[stage], column)]))
         if not missing:
             return
         # Columns with a single writer first: that writer may also provide a column which otherwise has two candidates.
-        reader, column, writers = min(missing, key=lambda each: len(each[2]) != 1)
-        _refuse(reader, column, [each for each in writers if each != reader], given, specs)
-        reasons[next(each for each in writers if each != reader)] = f"{reader} reads {column}"
+        reader, column, writers = min(missing, key=lambda entry: len(entry[2]) != 1)
+        _refuse(reader, column, [stage for stage in writers if stage != reader], present, specs)
+        reasons[next(stage for stage in writers if stage != reader)] = f"{reader} reads {column}"
 
 
 def _writes(spec: StageSpec, column: str) -> bool:
@@ -156,10 +156,10 @@ def _writes(spec: StageSpec, column: str) -> bool:
 
 
 def _refuse(
-    reader: str, column: str, writers: Sequence[str], given: Collection[str], specs: Mapping[str, StageSpec]
+    reader: str, column: str, writers: Sequence[str], present: Collection[str], specs: Mapping[str, StageSpec]
 ) -> None:
     if not writers:
-        columns = sorted({*given, *(name for spec in specs.values() for name in spec.writes)})
+        columns = sorted({*present, *(name for spec in specs.values() for name in spec.writes)})
         raise ConfigError(
             f"stage {reader!r} reads the column {column!r}, which no stage writes and the dataset does not have; "
             f"columns: {', '.join(columns)}. Install or register a stage that writes it (rollcast.stages)"
@@ -194,14 +194,14 @@ def _dependencies(name: str, names: Sequence[str], specs: Mapping[str, StageSpec
 
 
 def _all_before(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
-    found: set[str] = set()
+    columns: set[str] = set()
     waiting = list(needs[name])
     while waiting:
         current = waiting.pop()
-        if current not in found:
-            found.add(current)
+        if current not in columns:
+            columns.add(current)
             waiting += needs[current]
-    return found
+    return columns
 
 
 def _visit(name: str, needs: Mapping[str, Sequence[str]], order: list[str], path: tuple[str, ...]) -> None:

@@ -281,10 +281,10 @@ class TaskRunner:
 
     def _build_runtime(self) -> Runtime:
         settings = self.runtime_config
-        made = self._runtime_class.from_config(settings, processes=self.processes, run_dir=self.run_dir)
+        runtime = self._runtime_class.from_config(settings, processes=self.processes, run_dir=self.run_dir)
         if settings.record is not None:
-            made.recorder = CallRecorder(settings.record, self.run_dir / "records")
-        return made
+            runtime.recorder = CallRecorder(settings.record, self.run_dir / "records")
+        return runtime
 
     # -- what a trainer builds its loop from --------------------------------------------------
 
@@ -543,8 +543,8 @@ class TaskRunner:
         """Run directory whose recorded rollouts this run trains on (``trainer.replay``); None if it generates its
         own.
         """
-        found = getattr(self.trainer, "replay", None)
-        return None if found is None else Path(found)
+        replay = getattr(self.trainer, "replay", None)
+        return None if replay is None else Path(replay)
 
     @property
     def starts_replicas(self) -> bool:

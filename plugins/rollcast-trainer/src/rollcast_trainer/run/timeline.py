@@ -104,8 +104,8 @@ class Timeline:
         stages, self._stages = self._stages, {}
 
         def shown(spans: Iterable[Span]) -> list[list[float]]:
-            kept = limited(clipped(spans, began, ended), _MOST_SPANS)
-            return [[round(start - began, _DECIMALS), round(end - began, _DECIMALS)] for start, end in kept]
+            drawn = limited(clipped(spans, began, ended), _MOST_SPANS)
+            return [[round(start - began, _DECIMALS), round(end - began, _DECIMALS)] for start, end in drawn]
 
         return {
             "began": round(began, 3),

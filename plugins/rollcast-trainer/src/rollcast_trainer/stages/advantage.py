@@ -91,15 +91,15 @@ class Advantage(Stage):
         rollouts = [name for name in ("uid", ROLLOUT, "turn_ids", FINAL) if name in batch]
         read = batch.local(dict.fromkeys(["token_level_rewards", "response_mask", *names, *values, *rollouts]))
         advantages, returns = estimate_rollout_advantages(self._estimator, read, self._algorithm)
-        found = batch.with_columns({"advantages": advantages, "returns": returns})
-        self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
+        result = batch.with_columns({"advantages": advantages, "returns": returns})
+        self.run.record({"actor/zero_advantage_rows": float(without_advantage(result).float().mean())})
         if values:
             inside = Jagged.of(read["response_mask"]).values.bool()
-            given = returns.values[inside]
-            left = (given - Jagged.of(read["values"]).values[inside]).var()
-            self.run.record({"critic/explained_variance": float(1 - left / given.var().clamp(min=1e-8))})
-        self.run.emit_batch("on_batch_after_advantage", found)
-        return found
+            targets = returns.values[inside]
+            left = (targets - Jagged.of(read["values"]).values[inside]).var()
+            self.run.record({"critic/explained_variance": float(1 - left / targets.var().clamp(min=1e-8))})
+        self.run.emit_batch("on_batch_after_advantage", result)
+        return result
 
 
 def estimate_rollout_advantages(
@@ -123,8 +123,8 @@ def estimate_rollout_advantages(
     final = batch[FINAL] if FINAL in batch else None  # noqa: SIM401 - a batch has no get with a default
     joined = JoinedRollouts.of(rollouts, mask, turns, final)
     columns = {name: joined.join(column) for name, column in columns.items()}
-    found = estimate_advantages(estimator, columns, joined.join(batch["uid"]), algorithm, chunk_tokens)
-    return joined.split(found[0], mask), joined.split(found[1], mask)
+    result = estimate_advantages(estimator, columns, joined.join(batch["uid"]), algorithm, chunk_tokens)
+    return joined.split(result[0], mask), joined.split(result[1], mask)
 
 
 def estimate_advantages(
@@ -154,20 +154,20 @@ def estimate_advantages(
         chosen = {name: _rows_of(column, rows) for name, column in columns.items()}
         some = estimate_advantages(estimator, chosen, group_ids[rows], algorithm, chunk_tokens)
         places = mask.positions(rows).values
-        wide = [torch.zeros(len(mask.values)).index_copy_(0, places, each.values) for each in some]
+        wide = [torch.zeros(len(mask.values)).index_copy_(0, places, column.values) for column in some]
         return mask.with_values(wide[0]), mask.with_values(wide[1])
     whitens_here = needs.by_group and needs.whitens
     order, bounds = _chunks(group_ids, mask.lengths, chunk_tokens if needs.by_group else None)
     flat = {name: Jagged.of(column) for name, column in columns.items() if column.layout == torch.jagged}
     rewards = Jagged.of(columns["token_level_rewards"]).values.double().masked_fill(mask.values.logical_not(), 0.0)
     scores = mask.with_values(rewards).sums() if len(bounds) > 2 else None
-    found: list[torch.Tensor] = []
+    estimates: list[torch.Tensor] = []
     total = square = 0.0
     for start, stop in itertools.pairwise(bounds):
         rows = order[start:stop]
         picked = mask.positions(rows)
         cut = {name: picked.with_values(column.values[picked.values]).pad() for name, column in flat.items()}
-        given = {name: column[rows] for name, column in columns.items() if name not in flat} | cut
+        part = {name: column[rows] for name, column in columns.items() if name not in flat} | cut
         output = estimator(
             AdvantageInputs(
                 token_level_rewards=cut["token_level_rewards"],
@@ -177,23 +177,23 @@ def estimate_advantages(
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 options=algorithm.adv_kwargs,
-                columns=needs.select(given),
+                columns=needs.select(part),
                 whiten=not whitens_here,
                 batch_scores=scores,
             )
         )
         # Most outcome estimators return the same tensor for advantages and returns; it is then whitened once for both.
         parts = (output.advantages,) if output.returns is output.advantages else (output.advantages, output.returns)
-        found = found or [torch.zeros(len(mask.values)) for _ in parts]
-        for target, padded in zip(found, parts, strict=True):
+        estimates = estimates or [torch.zeros(len(mask.values)) for _ in parts]
+        for target, padded in zip(estimates, parts, strict=True):
             target[picked.values] = padded[picked.rows, picked.places]
         if whitens_here:
             total += float(output.advantages.sum(dtype=torch.float64))
             square += float(output.advantages.double().square_().sum())
-    if whitens_here and found:
-        _whiten(found[0], mask.values, total, square)
-    found = found or [torch.zeros(0)]
-    return mask.with_values(found[0]), mask.with_values(found[-1])
+    if whitens_here and estimates:
+        _whiten(estimates[0], mask.values, total, square)
+    estimates = estimates or [torch.zeros(0)]
+    return mask.with_values(estimates[0]), mask.with_values(estimates[-1])
 
 
 def _rows_of(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,11 @@ def find_anchors(prompts: Jagged, responses: Jagged, response_mask: Jagged, turn
     new_turn[1:] |= turns[1:] != turns[:-1]
     # Start of the observation: after the last token that the policy wrote, or at the start of the response.
     behind = torch.where(new_row, responses.offsets[rows], torch.cat([places[:1], places[:-1] + 1]))
-    ids, texts = (each.values.to(torch.int32).numpy() for each in (responses, prompts))
+    ids, texts = (tokens.values.to(torch.int32).numpy() for tokens in (responses, prompts))
     bounds = prompts.offsets.tolist()
     known: dict[tuple[bool, bytes], int] = {}
     numbers: list[int] = []
-    starts = [each[new_turn].tolist() for each in (rows, behind, places, new_row)]
+    starts = [column[new_turn].tolist() for column in (rows, behind, places, new_row)]
     for row, start, stop, is_first in zip(*starts, strict=True):
         seen = ids[start:stop].tobytes()
         key = (is_first, texts[bounds[row] : bounds[row + 1]].tobytes() + seen if is_first else seen)

@@ -63,8 +63,8 @@ class UpdateCritic(Stage):
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec:
         mode = run.section("critic", CriticConfig).loss_agg_mode
-        found = loss_aggregations.find(mode, "critic.loss_agg_mode")
-        try_loss_aggregation(loss_aggregations.get(mode), f"critic.loss_agg_mode={mode} of {found}")
+        aggregation = loss_aggregations.find(mode, "critic.loss_agg_mode")
+        try_loss_aggregation(loss_aggregations.get(mode), f"critic.loss_agg_mode={mode} of {aggregation}")
         return cls.spec
 
     def __init__(self, run: TrainingRun) -> None:

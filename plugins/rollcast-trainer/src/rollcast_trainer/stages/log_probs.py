@@ -98,8 +98,8 @@ class OldLogProb(Stage):
         return replace(setup, infer=replace(setup.infer, calculate_sum_pi_squared=squared, record_routing=records))
 
     def __call__(self, batch: DataProto) -> DataProto:
-        found = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)
-        return found if self._writes_old else found.joined(batch.select(["old_log_probs"]), overwrite=True)
+        with_old = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)
+        return with_old if self._writes_old else with_old.joined(batch.select(["old_log_probs"]), overwrite=True)
 
 
 def _refuse_cut_distributions(run: TrainingRun) -> None:
@@ -175,14 +175,14 @@ class RolloutCorrection(Stage):
         log_probs = batch.local(["old_log_probs", "rollout_log_probs"])
         old, rollout = (Jagged.of(log_probs[name], name) for name in ("old_log_probs", "rollout_log_probs"))
         try:
-            found = correct_rollout(old, rollout, mask, self._config)
+            correction = correct_rollout(old, rollout, mask, self._config)
         except ValueError as error:
             raise ConfigError(f"algorithm.rollout_correction: {error}") from error
-        self._last_gap, self._steps_since = found.metrics["rollout_corr/k3_kl"], 0
-        self.run.record(found.metrics)
-        columns = {KEPT: found.response_mask.column()}
-        if found.weights is not None:
-            columns["rollout_is_weights"] = found.weights.column()
+        self._last_gap, self._steps_since = correction.metrics["rollout_corr/k3_kl"], 0
+        self.run.record(correction.metrics)
+        columns = {KEPT: correction.response_mask.column()}
+        if correction.weights is not None:
+            columns["rollout_is_weights"] = correction.weights.column()
         return batch.with_columns(columns)
 
     def state_dict(self) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def log_prob_metrics(tokens: int, output: DataProto) -> dict[str, float]:
         tokens: number of masked-in tokens.
         output: columns ``POLICY_GAP`` of the actor's pass.
     """
-    found = output.local(POLICY_GAP)
-    entropy, total, largest = (found[name] for name in POLICY_GAP)
+    gaps = output.local(POLICY_GAP)
+    entropy, total, largest = (gaps[name] for name in POLICY_GAP)
     return {
         "actor/entropy": float(entropy.sum()) / max(tokens, 1),
         "rollout/logprob_gap_max": float(largest.max()) if len(largest) else 0.0,

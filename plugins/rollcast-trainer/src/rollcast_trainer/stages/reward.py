@@ -185,7 +185,7 @@ class FilterGroups(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         wanted = self.run.task.data.train_batch_size
-        kept: list[DataProto] = []
+        batches: list[DataProto] = []
         current, groups, count = batch, 0, 0
         while True:
             count += 1
@@ -195,14 +195,14 @@ class FilterGroups(Stage):
             counted &= current[_FILTERED].isnan().logical_not()
             differ = groups_that_differ(current["uid"], current[_FILTERED], counted)
             differing = current.select_idxs(differ.nonzero().flatten())
-            kept.append(differing)
+            batches.append(differing)
             groups += len(differing["uid"].unique())
             if groups >= wanted or count >= self._limit:
                 break
             current = self.run.resample(self)
         self.run.record({"rollout/gen_batches": float(count), "rollout/kept_groups": float(min(groups, wanted))})
         if groups:
-            batch = join_groups(kept, wanted)
+            batch = join_groups(batches, wanted)
         else:
             logger.warning("step %d: no group of %d batches has scores that differ", self.run.step, count)
         self.run.emit_batch("on_batch_after_reward", batch)
@@ -223,8 +223,8 @@ class KlInReward(Stage):
         if not algorithm.use_kl_in_reward:
             return None
         name = algorithm.kl_penalty
-        found = kl_penalties.find(name, "algorithm.kl_penalty")
-        try_kl_penalty(kl_penalties.get(name), f"algorithm.kl_penalty={name} of {found}")
+        penalty = kl_penalties.find(name, "algorithm.kl_penalty")
+        try_kl_penalty(kl_penalties.get(name), f"algorithm.kl_penalty={name} of {penalty}")
         return StageSpec(
             reads=("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob"),
             writes=("token_level_rewards",),

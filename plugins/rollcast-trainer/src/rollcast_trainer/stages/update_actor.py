@@ -104,8 +104,8 @@ class UpdateActor(Stage):
         if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
             return batch
         # Train only on tokens that the correction kept.
-        kept = [KEPT] if KEPT in batch else []
-        rows = batch.joined(batch.select(kept, []).rename(dict.fromkeys(kept, "response_mask")), overwrite=True)
+        extra = [KEPT] if KEPT in batch else []
+        rows = batch.joined(batch.select(extra, []).rename(dict.fromkeys(extra, "response_mask")), overwrite=True)
         loss = self.loss_function
         prepared: dict[str, Any] = self._prepare(rows) if loss.prepares else {}
         if self._entropy is not None:
@@ -143,9 +143,9 @@ class UpdateActor(Stage):
             name: Jagged.of(read[name]).values if read[name].layout == torch.jagged else read[name][mask.rows]
             for name in names
         }
-        given = {name: values.unsqueeze(0) for name, values in flat.items()}
+        columns = {name: values.unsqueeze(0) for name, values in flat.items()}
         chosen = mask.values.long().unsqueeze(0)
-        prepared = self.loss_function.prepare(given["old_log_probs"], given["advantages"], chosen, given)
+        prepared = self.loss_function.prepare(columns["old_log_probs"], columns["advantages"], chosen, columns)
         return {name: mask.with_values(column.squeeze(0)) for name, column in prepared.items()}
 
 
@@ -195,10 +195,10 @@ def _try_parts(policy: PpoActorConfig) -> None:
         PluginTypeError: one of them does not work; the message has the key, the plugin and its distribution.
     """
     options = policy.policy_loss_kwargs
-    given = f" with actor.policy_loss_kwargs={dict(options)}" if options else ""
+    suffix = f" with actor.policy_loss_kwargs={dict(options)}" if options else ""
     try_policy_loss(
         policy_losses.get(policy.policy_loss),
-        f"actor.policy_loss={policy.policy_loss} of {policy_losses.find(policy.policy_loss)}{given}",
+        f"actor.policy_loss={policy.policy_loss} of {policy_losses.find(policy.policy_loss)}{suffix}",
         clip_ratio_low=policy.clip_ratio_low,
         clip_ratio_high=policy.clip_ratio_high,
         clip_ratio_c=policy.clip_ratio_c,
@@ -250,9 +250,9 @@ def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
     """
     penalty = kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None
     if policy.use_bias_correction_kl and (penalty is None or needs_vocabulary(penalty)):
-        found = f"actor.kl_loss_type is {policy.kl_loss_type}" if policy.use_kl_loss else "actor.use_kl_loss is false"
+        problem = f"actor.kl_loss_type is {policy.kl_loss_type}" if policy.use_kl_loss else "actor.use_kl_loss is false"
         raise ConfigError(
-            f"actor.use_bias_correction_kl corrects the gradient of a KL penalty of the sampled tokens, but {found}; "
+            f"actor.use_bias_correction_kl corrects the gradient of a KL penalty of the sampled tokens, but {problem}; "
             "set actor.use_kl_loss=true with such a penalty, such as k3, or actor.use_bias_correction_kl=false"
         )
     return make_ppo_loss(

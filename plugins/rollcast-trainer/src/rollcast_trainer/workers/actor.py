@@ -224,7 +224,9 @@ class ActorRolloutRefWorker(Worker):
     def _served(self, replicas: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
         sync = self.weight_sync
         if sync is not None and sync.capabilities.same_node:
-            return [each for each in replicas if each.node == self.context.node and not self.context.local_rank]
+            return [
+                replica for replica in replicas if replica.node == self.context.node and not self.context.local_rank
+            ]
         return list(replicas) if self.rank == 0 else []
 
     @register(dispatch_mode="one_to_all")

@@ -84,8 +84,8 @@ class BusyClock:
             for block, (name, start) in self._open.items():
                 self._ended.setdefault(name, []).append((start, now))
                 self._open[block] = (name, now)
-            taken, self._ended = self._ended, {}
-        return {name: merged(spans) for name, spans in taken.items()}
+            seconds, self._ended = self._ended, {}
+        return {name: merged(spans) for name, spans in seconds.items()}
 
 
 class _CallClock(BusyClock):

@@ -191,5 +191,5 @@ def leave_process_group() -> None:
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    given = {key: [step[key] for step in steps if key in step] for key in {key: 0 for step in steps for key in step}}
-    return {key: sum(values) / len(values) for key, values in given.items()}
+    metrics = {key: [step[key] for step in steps if key in step] for key in {key: 0 for step in steps for key in step}}
+    return {key: sum(values) / len(values) for key, values in metrics.items()}

@@ -24,9 +24,9 @@ def best(
     if not file.is_file():
         raise DataError(f"there is no {file}; the run needs the tracker jsonl")
     rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    found = sorted((row for row in rows if row.get(metric) is not None), key=lambda row: -row[metric])
-    if not found:
+    ranked = sorted((row for row in rows if row.get(metric) is not None), key=lambda row: -row[metric])
+    if not ranked:
         raise DataError(
             f"{file} has no metric {metric!r}; it has: {', '.join(sorted({key for row in rows for key in row}))}"
         )
-    print_lines(*(f"step {row['step']:>6}  {row[metric]:.4g}" for row in found[:count]))
+    print_lines(*(f"step {row['step']:>6}  {row[metric]:.4g}" for row in ranked[:count]))

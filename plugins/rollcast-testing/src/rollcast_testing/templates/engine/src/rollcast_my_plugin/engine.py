@@ -72,13 +72,13 @@ class MyPluginEngine(TorchEngine):
         with torch.set_grad_enabled(not forward_only):
             for index in range(agreed.micro_batches):
                 micro = plan.micro_batch(index, CPU)
-                given = self.forward(micro, settings)
+                output = self.forward(micro, settings)
                 if loss_function is not None:
-                    loss = loss_share(given, micro, agreed.denominators, loss_function, sums)
+                    loss = loss_share(output, micro, agreed.denominators, loss_function, sums)
                     if not forward_only:
                         loss.backward()
                 for name in names:
-                    micro.scatter(given[name], outputs[name])
+                    micro.scatter(output[name], outputs[name])
         return (plan.source.as_batch(outputs) if forward_only else None), sums.reduce(None)
 
     def forward(self, micro, settings):
@@ -86,10 +86,10 @@ class MyPluginEngine(TorchEngine):
         length, chosen = micro.responses.size(1), micro.response_mask > 0
         logits = self.module(**micro.model_inputs, use_cache=False).logits[:, -length - 1 : -1]
         scores = (logits.float() / settings.temperature).log_softmax(-1)
-        given = {"log_probs": scores.gather(-1, micro.responses.unsqueeze(-1)).squeeze(-1)}
+        output = {"log_probs": scores.gather(-1, micro.responses.unsqueeze(-1)).squeeze(-1)}
         if settings.calculate_entropy:
-            given["entropy"] = -(scores.exp() * scores).sum(-1)
-        return {name: values.where(chosen, 0.0) for name, values in given.items()}
+            output["entropy"] = -(scores.exp() * scores).sum(-1)
+        return {name: values.where(chosen, 0.0) for name, values in output.items()}
 
     @contextmanager
     def in_process_module(self):

@@ -35,8 +35,8 @@ class MyPlugin(BaseRenderer):
 
     def parse(self, ids: Tokens, tools: Sequence[ToolSchema] = ()) -> Message:
         """Return the reply behind sampled ids; a malformed call has an error, which the model reads."""
-        kept = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
-        lines = self.decode(kept).split("\n")
+        context = ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids
+        lines = self.decode(context).split("\n")
         calls = [read_call(line, number) for number, line in enumerate(lines) if line.startswith(CALL)]
         return Message("\n".join(line for line in lines if not line.startswith(CALL)), tool_calls=tuple(calls))
 
@@ -66,7 +66,7 @@ def write_lines(messages: Sequence[ChatMessage]) -> str:
 def read_call(line: str, number: int) -> ToolCall:
     """Return the tool call of a line."""
     try:
-        found = json.loads(line.removeprefix(CALL))
-        return ToolCall(str(found["name"]), dict(found["arguments"]), f"call_{number}")
+        call = json.loads(line.removeprefix(CALL))
+        return ToolCall(str(call["name"]), dict(call["arguments"]), f"call_{number}")
     except (ValueError, KeyError, TypeError) as error:
         return ToolCall("", error=f"{CALL.strip()} needs a JSON object with name and arguments: {error}")

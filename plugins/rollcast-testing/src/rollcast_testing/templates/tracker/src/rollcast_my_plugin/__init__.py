@@ -22,8 +22,8 @@ class MyPlugin(BaseTracker):
         self.path = run_dir / "my_plugin.csv"
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
         # An interrupted run may have gone on after the checkpoint that this one continues from.
-        kept = [line for line in lines if int(line.partition(",")[0]) <= start_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        earlier = [line for line in lines if int(line.partition(",")[0]) <= start_step]
+        self.path.write_text("".join(f"{line}\n" for line in earlier))
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -84,10 +84,10 @@ class MyPlugin(BaseTrainer):
         )
         losses = []
         for prompt, response in chosen:
-            given = self.tokenizer.encode(prompt, add_special_tokens=False)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=False)
             wanted = self.tokenizer.encode(response, add_special_tokens=False)
-            labels = torch.tensor([[-100] * len(given) + wanted])
-            losses.append(self.model(input_ids=torch.tensor([given + wanted]), labels=labels).loss)
+            labels = torch.tensor([[-100] * len(ids) + wanted])
+            losses.append(self.model(input_ids=torch.tensor([ids + wanted]), labels=labels).loss)
         loss = torch.stack(losses).mean()
         self.optimizer.zero_grad()
         loss.backward()
