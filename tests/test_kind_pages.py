@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from page_packages import DOCS, titled_blocks
 from run_commands import SMALL, Commands, read_metrics
+from suite_tables import MODULES
 
 from rollcast.plugins.discovery import describe_groups
 from rollcast_testing.new import create_package
@@ -186,8 +188,5 @@ def test_every_group_has_a_row_and_every_row_a_group() -> None:
     listed = set(re.findall(r"`(rollcast\.[a-z_]+)`", "\n".join(re.findall(r"^\| (`.+?) \|", page, re.MULTILINE))))
     assert listed == set(describe_groups())
     suites = set(re.findall(r"`(\w+Suite)`", page))
-    import rollcast_agents.testing
-    import rollcast_testing
-
-    shipped = {*dir(rollcast_testing), *dir(rollcast_agents.testing)}
+    shipped = {name for module in MODULES for name in dir(importlib.import_module(module))}
     assert suites <= shipped, suites - shipped

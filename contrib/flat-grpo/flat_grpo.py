@@ -1,8 +1,7 @@
 """GRPO in one file: worker groups, an engine and a rollout from the registry, and no trainer.
 
-A model of half a million parameters learns to sort eight digits, as in the quick start: some supervised steps, so that
-a few samples are right, and then GRPO. Everything that decides what is trained stands below. What a trainer adds is
-left out: checkpoints, recovery, validation curves, reports, KL penalties, balancing of ranks, replicas, and a config.
+A model of half a million parameters learns to sort eight digits: some supervised steps, so that a few samples are
+right, and then GRPO. A trainer adds checkpoints, recovery, reports, KL penalties, balancing, replicas and a config.
 
     python flat_grpo.py                          # in this process
     python flat_grpo.py --runtime ray --ranks 2  # two workers
@@ -19,21 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, Worker, WorkerGroup, register
-from rollcast.contracts.engine import (
-    EngineSetup,
-    ForwardSettings,
-    LossFunction,
-    LossInputs,
-    LossOutput,
-    ModelConfig,
-    OptimConfig,
-    engines,
-)
+from rollcast.contracts import engine
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.protocol import Jagged
@@ -44,8 +34,7 @@ from rollcast_serving.generation import generate_sequences
 
 log = logging.getLogger("flat_grpo")
 
-PROMPTS, SAMPLES, MINI_BATCHES = 64, 8, 2
-MAX_TOKENS = 10
+PROMPTS, SAMPLES, MINI_BATCHES, MAX_TOKENS = 64, 8, 2, 10
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 SHARDED = make_nd_compute_dataproto_dispatch_fn("policy")
 
@@ -54,37 +43,19 @@ SHARDED = make_nd_compute_dataproto_dispatch_fn("policy")
 
 
 class Policy(Worker):
-    """A model that generates and trains, on one rank of a group.
+    """A model that generates and trains, on one rank of a group; FSDP trains what transformers generates with."""
 
-    Args:
-        engine: registry name of the training engine.
-        rollout: registry name of the rollout, which has to generate with the engine's own module.
-        model: folder with the model's config, tokenizer and, unless they are drawn at random, weights.
-        optim: optimizer and schedule.
-        seed: seed of random weights and of the sampler.
-    """
-
-    def __init__(self, engine: str, rollout: str, model: ModelConfig, optim: OptimConfig, seed: int) -> None:
-        engine_class, rollout_class = engines.get(engine), rollouts.get(rollout)
-        tokenizer = read_tokenizer(model.path, model.trust_remote_code)
-        self.engine = engine_class(
-            EngineSetup(
-                model_type="language_model",
-                model=model,
-                engine=engine_class.config_schema(),
-                optim=optim,
-                context=self.context,
-                seed=seed,
-            )
+    def __init__(self, model: engine.ModelConfig, optim: engine.OptimConfig, seed: int) -> None:
+        engine_class, rollout_class = engine.engines.get("fsdp"), rollouts.get("hf")
+        tokenizer, config = read_tokenizer(model.path), engine_class.config_schema()
+        setup = engine.EngineSetup(
+            model_type="language_model", model=model, engine=config, optim=optim, context=self.context, seed=seed
         )
+        self.engine = engine_class(setup)
+        tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        sampler_seed = seed + 1000 * self.rank
         self.rollout = rollout_class(
-            RolloutSetup(
-                config=rollout_class.config_schema(),
-                model_path=model.path,
-                seed=seed + 1000 * self.rank,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
+            RolloutSetup(config=rollout_class.config_schema(), model_path=model.path, seed=sampler_seed, **tokens)
         )
         self.version = 0
 
@@ -101,10 +72,10 @@ class Policy(Worker):
         return await generate_sequences(self.rollout, prompts, sampling)
 
     @register(dispatch_mode=SHARDED)
-    def update(self, batch: DataProto, loss: LossFunction) -> list[dict[str, float]]:
+    def update(self, batch: DataProto, loss: engine.LossFunction) -> list[dict[str, float]]:
         """Take one optimizer step on a mini-batch; return its metrics, the same on every rank."""
         with self.engine.train_mode():
-            output = self.engine.train_batch(batch, loss, ForwardSettings(micro_batch_size_per_gpu=128))
+            output = self.engine.train_batch(batch, loss, engine.ForwardSettings(micro_batch_size_per_gpu=128))
         self.engine.lr_scheduler_step()
         self.version += 1
         self.rollout.bind_engine(self.engine, self.version)
@@ -119,28 +90,22 @@ class Policy(Worker):
 # -- losses: from the log-probs of a micro-batch to its share of the mini-batch's loss ------------
 
 
-def log_probs_of(inputs: LossInputs) -> torch.Tensor:
-    """Return the log-probs ``[B, T]``, which only the passes of a value model lack."""
-    if inputs.log_probs is None:
-        raise TypeError("a language model's loss needs log-probs")
-    return inputs.log_probs
-
-
-def supervised_loss(inputs: LossInputs) -> LossOutput:
+def supervised_loss(inputs: engine.LossInputs) -> engine.LossOutput:
     """Return the negative log-likelihood, a mean over the mini-batch's tokens."""
-    loss = -(log_probs_of(inputs) * inputs.response_mask).sum() / inputs.denominators.tokens
-    return LossOutput(loss, {"loss": loss.detach()})
+    log_probs = cast("torch.Tensor", inputs.log_probs)  # None for a value model only
+    loss = -(log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
+    return engine.LossOutput(loss, {"loss": loss.detach()})
 
 
-def grpo_loss(inputs: LossInputs) -> LossOutput:
+def grpo_loss(inputs: engine.LossInputs) -> engine.LossOutput:
     """Return PPO's clipped objective, a mean over the mini-batch's tokens."""
     advantages, mask = inputs.columns["advantages"], inputs.response_mask
-    ratio = (log_probs_of(inputs) - inputs.columns["rollout_log_probs"]).exp()
+    ratio = (cast("torch.Tensor", inputs.log_probs) - inputs.columns["rollout_log_probs"]).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     losses = torch.maximum(-advantages * ratio, -advantages * clipped)
     loss = (losses * mask).sum() / inputs.denominators.tokens
     share = ((ratio != clipped) * mask).sum() / inputs.denominators.tokens
-    return LossOutput(loss, {"loss": loss.detach(), "clipped": share.detach()})
+    return engine.LossOutput(loss, {"loss": loss.detach(), "clipped": share.detach()})
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -160,28 +125,25 @@ def draw(rows: Sequence[dict[str, str]], count: int, seed: int) -> Iterator[list
             yield [rows[index] for index in order[start : start + count]]
 
 
-def jagged(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return a jagged column int32 of token ids."""
-    lengths = torch.tensor([len(row) for row in rows])
-    return Jagged.from_lengths(
-        torch.tensor([token for row in rows for token in row], dtype=torch.int32), lengths
-    ).column()
+def encode(texts: Sequence[str], tokenizer: Any, end: Sequence[int] = ()) -> Jagged:
+    """Return the token ids of texts, int32, each followed by ``end``."""
+    rows = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
+    values = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+    return Jagged.from_lengths(values, torch.tensor([len(row) for row in rows]))
 
 
 def encode_prompts(rows: Sequence[dict[str, str]], tokenizer: Any) -> DataProto:
     """Return the batch of the rows' prompts, with their answers."""
-    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
-    return DataProto.from_dict({"prompts": jagged(prompts)}, {"answer": [row["ground_truth"] for row in rows]})
+    prompts = encode([row["prompt"] for row in rows], tokenizer).column()
+    return DataProto.from_dict({"prompts": prompts}, {"answer": [row["ground_truth"] for row in rows]})
 
 
 def encode_examples(rows: Sequence[dict[str, str]], tokenizer: Any) -> DataProto:
     """Return the batch of supervised rows: prompts, and responses that end with the EOS token."""
-    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
-    answers = [tokenizer.encode(row["response"], add_special_tokens=False) for row in rows]
-    responses = Jagged.of(jagged([[*answer, tokenizer.eos_token_id] for answer in answers]))
+    prompts = encode([row["prompt"] for row in rows], tokenizer).column()
+    responses = encode([row["response"] for row in rows], tokenizer, [tokenizer.eos_token_id])
     mask = responses.like(torch.ones(len(responses.values), dtype=torch.bool))
-    columns = {"prompts": jagged(prompts), "responses": responses.column(), "response_mask": mask}
-    return DataProto.from_dict(columns)
+    return DataProto.from_dict({"prompts": prompts, "responses": responses.column(), "response_mask": mask})
 
 
 # -- the algorithm --------------------------------------------------------------------------------
@@ -211,10 +173,7 @@ def evaluate(policy: Any, file: Path, tokenizer: Any, temperature: float) -> flo
 
 
 def warm_up(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> None:
-    """Train supervised, for at most ``steps`` steps, until a fifth of the sampled answers is right.
-
-    GRPO learns from samples alone: where none is right, nothing is learnt.
-    """
+    """Train supervised, for at most ``steps`` steps, until a fifth of the sampled answers is right."""
     examples = draw(read_rows(data / "sft.jsonl"), PROMPTS, seed)
     for step in range(1, steps + 1):
         policy.update(encode_examples(next(examples), tokenizer), supervised_loss)
@@ -237,17 +196,18 @@ def train(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> lis
         batch = with_advantages(batch, rewards).drop(["finished"])
         for part in torch.randperm(len(batch), generator=order).chunk(MINI_BATCHES):
             metrics = policy.update(batch.select_idxs(part), grpo_loss)[0]
-        seconds = time.perf_counter() - start
-        history.append({"step": step, "reward": float(rewards.mean()), **metrics, "seconds": seconds})
+        metrics["seconds"] = time.perf_counter() - start
+        history.append({"step": step, "reward": float(rewards.mean()), **metrics})
         log.info("  ".join(f"{name} {value:.4g}" for name, value in history[-1].items()))
     return history
 
 
 @contextmanager
-def started(machines: Runtime, ranks: int, model: ModelConfig, optim: OptimConfig, seed: int) -> Iterator[Any]:
+def started(
+    machines: Runtime, ranks: int, model: engine.ModelConfig, optim: engine.OptimConfig, seed: int
+) -> Iterator[Any]:
     """Start the workers; stop them at the end."""
-    workers = ClassWithInitArgs(Policy, "fsdp", "hf", model, optim, seed)
-    policy: Any = WorkerGroup(ResourcePool([ranks]), workers, runtime=machines)
+    policy: Any = WorkerGroup(ResourcePool([ranks]), ClassWithInitArgs(Policy, model, optim, seed), runtime=machines)
     try:
         policy.start()
         yield policy
@@ -263,28 +223,22 @@ def run(
     SortDigits().run(None, data, seed)
     tokenizer = read_tokenizer(data / "model")
     runtime_class = runtimes.get(runtime)
-    machines = runtime_class.from_config(runtime_class.config_schema(), processes=ranks)
-    supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)
-    reinforced = replace(
-        supervised,
-        lr=4e-4,
-        lr_warmup_steps=10,
-        lr_scheduler_type="linear",
-        min_lr_ratio=0.1,
-        total_training_steps=steps * MINI_BATCHES,  # the schedule moves with each mini-batch
+    supervised = engine.OptimConfig(lr=1e-3, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)
+    reinforced = replace(supervised, lr=4e-4, lr_warmup_steps=10, lr_scheduler_type="linear", min_lr_ratio=0.1)
+    reinforced = replace(reinforced, total_training_steps=steps * MINI_BATCHES)
+    drawn, warm = (
+        engine.ModelConfig(path=str(data / "model"), random_init=True),
+        engine.ModelConfig(path=str(data / "warm")),
     )
-    drawn = ModelConfig(path=str(data / "model"), random_init=True)
-    try:
+    with runtime_class.from_config(runtime_class.config_schema(), processes=ranks) as machines:
         with started(machines, ranks, drawn, supervised, seed) as policy:
             warm_up(policy, data, tokenizer, warm_up_steps, seed)
             policy.export(data / "warm")
-        with started(machines, ranks, ModelConfig(path=str(data / "warm")), reinforced, seed) as policy:
+        with started(machines, ranks, warm, reinforced, seed) as policy:
             log.info("right before GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
             history = train(policy, data, tokenizer, steps, seed)
             log.info("right after GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
-            return history
-    finally:
-        machines.shutdown()
+    return history
 
 
 def main() -> None:

@@ -509,7 +509,7 @@ def test_authors_write_an_empty_subclass(pytester: pytest.Pytester) -> None:
     )
     result.stdout.fnmatch_lines_random(
         [
-            "*broken law: advantages are zero where the mask is zero*",
+            "*failed check: advantages are zero where the mask is zero*",
             "*no plugin 'suite_absent' in rollcast.advantages*",
             "*It was asked for by: TestAbsent.name*",
             "*TestNameless must set `name` or override the fixture `estimator`*",

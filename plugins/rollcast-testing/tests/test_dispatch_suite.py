@@ -224,7 +224,7 @@ def test_a_broken_mode_is_caught(mode: DispatchMode, law: str) -> None:
 
 
 def test_a_broken_law_is_said_in_words() -> None:
-    with pytest.raises(AssertionError, match=r"broken law: 3 rows .* on 2 ranks; column 'row' is"):
+    with pytest.raises(AssertionError, match=r"failed check: 3 rows .* on 2 ranks; column 'row' is"):
         DispatchSuite()._require_call(WrongOrder(), _two_ranks(), _rows(3))
     with pytest.raises(AssertionError, match=r"; 3 rows are expected, not 2"):
         DispatchSuite()._require_call(DropsTheRest(), _two_ranks(), _rows(3))

@@ -21,7 +21,7 @@ from rollcast_hf.rollout import HfRollout
 from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.rollouts_beside import age_metrics
+from rollcast_trainer.run.background_rollouts import age_metrics
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import PpoConfig
 from rollcast_trainer.stages.policy_gap import precision_differs

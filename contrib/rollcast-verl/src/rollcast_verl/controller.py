@@ -30,7 +30,7 @@ from rollcast.contracts.runtime import Host
 from rollcast.errors import DispatchError, ResourceError
 from rollcast_dispatch import DpComputeMetric, DpComputeProto, DpComputeProtoWithFunc, NdMesh
 from rollcast_verl.batches import from_verl, is_convertible, to_verl
-from rollcast_verl.door import RAY_CALL, Door, attribute_of, door_class
+from rollcast_verl.hosted_worker import RAY_CALL, HostedWorker, attribute_of, hosted_worker_class
 
 __all__ = [
     "RankHandle",
@@ -319,9 +319,9 @@ def _methods_of(cls: Any, prefix: str = "") -> dict[str, _Method]:
     return methods
 
 
-def _door(cls: Any) -> type[Door]:
+def _hosted_worker(cls: Any) -> type[HostedWorker]:
     methods = {path: (method.function, method.mode, method.blocking) for path, method in _methods_of(cls).items()}
-    return door_class(_plain(cls).__name__, methods)
+    return hosted_worker_class(_plain(cls).__name__, methods)
 
 
 # -- groups -------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
             runtime_env["nsight"] = options
         return rollcast_ray.RayWorkerGroup(
             pool.placed_on("STRICT_PACK" if bin_pack else "PACK"),
-            rollcast.ClassWithInitArgs(_door(wanted.cls), wanted.packed()),
+            rollcast.ClassWithInitArgs(_hosted_worker(wanted.cls), wanted.packed()),
             name=self.name_prefix,
             env=env,
             runtime_env=runtime_env,
@@ -515,7 +515,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
             else handle
             for handle in selected
         ]
-        return rollcast_ray.RayWorkerGroup.from_actors(actors, _door(wanted.cls), timeout=timeout)
+        return rollcast_ray.RayWorkerGroup.from_actors(actors, _hosted_worker(wanted.cls), timeout=timeout)
 
     def _use(self, group: rollcast_ray.RayWorkerGroup, wanted: RayClassWithInitArgs, prefix: str) -> None:
         self.group = group

@@ -109,7 +109,7 @@ class OptimizerSuite:
                     expected,
                     rtol=self.rtol,
                     atol=self.atol,
-                    msg=lambda text, step=step: f"broken law: step {step} is the reference's\n{text}",  # type: ignore[misc]
+                    msg=lambda text, step=step: f"failed check: step {step} is the reference's\n{text}",  # type: ignore[misc]
                 )
 
     def test_it_descends(self, factory: OptimizerFactory) -> None:
@@ -187,7 +187,7 @@ class OptimizerSuite:
             whole.detach(),
             rtol=self.rtol,
             atol=self.atol,
-            msg=lambda text: f"broken law: {law}\n{text}",
+            msg=lambda text: f"failed check: {law}\n{text}",
         )
 
     def test_its_state_is_tensors(self, factory: OptimizerFactory) -> None:

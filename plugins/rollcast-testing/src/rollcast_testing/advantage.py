@@ -321,7 +321,7 @@ class AdvantageSuite:
                 rtol=self.rtol,
                 atol=self.atol,
                 check_dtype=False,
-                msg=lambda text, name=name: f"broken law: {law}; {name} differ.\n{text}",  # type: ignore[misc]
+                msg=lambda text, name=name: f"failed check: {law}; {name} differ.\n{text}",  # type: ignore[misc]
             )
 
 

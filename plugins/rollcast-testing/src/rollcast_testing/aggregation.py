@@ -162,5 +162,5 @@ class LossAggregationSuite:
         __tracebackhide__ = True
         wanted = expected if isinstance(expected, Tensor) else torch.tensor(expected, dtype=actual.dtype)
         torch.testing.assert_close(
-            actual.detach(), wanted, rtol=self.rtol, atol=self.atol, msg=lambda text: f"broken law: {law}\n{text}"
+            actual.detach(), wanted, rtol=self.rtol, atol=self.atol, msg=lambda text: f"failed check: {law}\n{text}"
         )

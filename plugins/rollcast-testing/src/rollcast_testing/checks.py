@@ -9,8 +9,8 @@ def require(condition: bool, law: str) -> None:
     """Check a condition.
 
     Raises:
-        AssertionError: the condition is False; names the broken law.
+        AssertionError: the condition is False; names the failed check.
     """
     __tracebackhide__ = True
     if not condition:
-        raise AssertionError(f"broken law: {law}")
+        raise AssertionError(f"failed check: {law}")

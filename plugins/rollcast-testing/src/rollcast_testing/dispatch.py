@@ -378,11 +378,11 @@ def _describe(group: FakeGroup) -> str:
 def _require(condition: bool, law: str) -> None:
     __tracebackhide__ = True
     if not condition:
-        raise AssertionError(f"broken law: {law}")
+        raise AssertionError(f"failed check: {law}")
 
 
 def _require_same(actual: Any, wanted: Any, law: str) -> None:
     __tracebackhide__ = True
     difference = find_difference(actual, wanted)
     if difference is not None:
-        raise AssertionError(f"broken law: {law}; {difference}")
+        raise AssertionError(f"failed check: {law}; {difference}")

@@ -231,7 +231,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws, RoutingLaws):
 
         def look(inputs: LossInputs) -> LossOutput:
             if inputs.log_probs is None:
-                raise AssertionError("broken law: a language model gives log_probs")
+                raise AssertionError("failed check: a language model gives log_probs")
             seen.append((inputs.log_probs * inputs.response_mask).sum().detach())
             return nll_loss(inputs)
 

@@ -31,7 +31,7 @@ def _exact_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 def _kl_loss(inputs: LossInputs) -> LossOutput:
     if inputs.vocabulary_kl is None:
-        raise AssertionError("broken law: the loss function gets the vocabulary_kl that was asked for")
+        raise AssertionError("failed check: the loss function gets the vocabulary_kl that was asked for")
     loss = (inputs.vocabulary_kl * inputs.response_mask).sum() / inputs.denominators.tokens
     return LossOutput(loss, {"kl": loss.detach()})
 
@@ -125,4 +125,4 @@ def _plain_kl(policy: Any, reference: Any, batch: DataProto, temperature: float)
 def _require(condition: bool, law: str) -> None:
     __tracebackhide__ = True
     if not condition:
-        raise AssertionError(f"broken law: {law}")
+        raise AssertionError(f"failed check: {law}")

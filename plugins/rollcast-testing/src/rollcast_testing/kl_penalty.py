@@ -150,7 +150,7 @@ class KlPenaltySuite:
         __tracebackhide__ = True
         expected = expected.to(actual.dtype)
         torch.testing.assert_close(
-            actual, expected, rtol=self.rtol, atol=self.atol, msg=lambda text: f"broken law: {law}\n{text}"
+            actual, expected, rtol=self.rtol, atol=self.atol, msg=lambda text: f"failed check: {law}\n{text}"
         )
 
 

@@ -232,7 +232,7 @@ class PolicyLossSuite:
                 expected[name],
                 rtol=self.rtol,
                 atol=self.atol,
-                msg=lambda text, name=name: f"broken law: {law}; {name} differ.\n{text}",  # type: ignore[misc]
+                msg=lambda text, name=name: f"failed check: {law}; {name} differ.\n{text}",  # type: ignore[misc]
             )
 
 

@@ -23,9 +23,9 @@ from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_trainer.batch.columns import GENERATED, PROMPT
-from rollcast_trainer.run.rollouts_beside import (
+from rollcast_trainer.run.background_rollouts import (
     PromptGroup,
-    RolloutsBeside,
+    BackgroundRollouts,
     age_metrics,
     numbered,
     refuse_without_replicas,
@@ -143,7 +143,7 @@ class AgentRollout(Stage):
         self._serves = rollout_log_probs_serve(run)
         self._generator = AgentGenerator(run, self._role)
         run.generator = self._generator
-        self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
+        self._background = BackgroundRollouts(run, self._roll_out) if run.max_staleness else None
         # One thread per group in flight, which waits for the group's workers.
         threads = (run.max_staleness + 1) * run.task.data.train_batch_size
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollcast-agents")
@@ -164,11 +164,11 @@ class AgentRollout(Stage):
             )
         start = time.perf_counter()
         run = self.run
-        if self._beside is None:
+        if self._background is None:
             prompts = batch.with_columns({"uid": torch.arange(len(batch))})
             rollouts = self._generator.roll_out(prompts.repeat(run.task.rollout.n, interleave=True), run.sampling())
         else:
-            rollouts = _together([group.result for group in self._beside.take()])
+            rollouts = _together([group.result for group in self._background.take()])
             run.record(age_metrics(rollouts.batch, run.step - 1))
         refuse_if_empty(rollouts, run.step)
         if self._config.save_trajectories > 0:
@@ -199,11 +199,11 @@ class AgentRollout(Stage):
         return replace(rollouts, batch=self.run.scorer.scored(rollouts.batch))
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._beside is None else self._beside.state_dict()
+        return {} if self._background is None else self._background.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._beside is not None:
-            self._beside.load_state_dict(state)
+        if self._background is not None:
+            self._background.load_state_dict(state)
 
     def _without_failed(self, batch: DataProto) -> DataProto:
         """Return the batch with ``agent.on_failure`` applied; rows without sampled tokens are always removed."""

@@ -439,7 +439,7 @@ def _require_delivered(
     count = sum(tensor.numel() * tensor.element_size() for _, tensor in engine.named)
     for report, replica in zip(reports, replicas, strict=True):
         if not isinstance(report, WeightReport):
-            raise AssertionError(f"broken law: the delivery of a living replica is a WeightReport, not {report!r}")
+            raise AssertionError(f"failed check: the delivery of a living replica is a WeightReport, not {report!r}")
         require(report.version == version, f"the report has the version {version}, not {report.version}")
         require(report.tensors == len(expected), f"the report counts {len(expected)} tensors, not {report.tensors}")
         require(report.bytes == count, f"the report counts {count} bytes, not {report.bytes}")

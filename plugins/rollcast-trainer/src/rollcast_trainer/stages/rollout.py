@@ -17,9 +17,9 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.manager import Stragglers
 from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT, prompt_columns
 from rollcast_trainer.batch.groups import first_rows
-from rollcast_trainer.run.rollouts_beside import (
+from rollcast_trainer.run.background_rollouts import (
     PromptGroup,
-    RolloutsBeside,
+    BackgroundRollouts,
     age_metrics,
     numbered,
     refuse_without_replicas,
@@ -61,16 +61,16 @@ class Rollout(Stage):
         self._serves = rollout_log_probs_serve(run)
         stragglers = run.task.rollout.stragglers
         self._stragglers = Stragglers(stragglers.share, stragglers.grace_s) if stragglers.share else None
-        self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
+        self._background = BackgroundRollouts(run, self._roll_out) if run.max_staleness else None
 
     def __call__(self, batch: DataProto) -> DataProto:
         start = time.perf_counter()
-        if self._beside is None:
+        if self._background is None:
             prompts = batch.with_columns({"uid": torch.arange(len(batch))})
             rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
             generated = self.run.respond(rows, self.run.sampling(), self._stragglers)
         else:
-            generated = DataProto.concat(list(numbered([group.result for group in self._beside.take()])))
+            generated = DataProto.concat(list(numbered([group.result for group in self._background.take()])))
             self.run.record(age_metrics(generated, self.run.step - 1))
         if self._serves:
             old = generated.select(["rollout_log_probs"], []).rename({"rollout_log_probs": "old_log_probs"})
@@ -98,11 +98,11 @@ class Rollout(Stage):
         return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._beside is None else self._beside.state_dict()
+        return {} if self._background is None else self._background.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._beside is not None:
-            self._beside.load_state_dict(state)
+        if self._background is not None:
+            self._background.load_state_dict(state)
 
 
 def _refuse_stragglers(run: TrainingRun) -> None:

@@ -19,7 +19,7 @@ from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = [
     "PromptGroup",
-    "RolloutsBeside",
+    "BackgroundRollouts",
     "age_metrics",
     "numbered",
     "refuse_without_replicas",
@@ -71,7 +71,7 @@ class PromptGroup:
     seeds: torch.Tensor
 
 
-class RolloutsBeside(Generic[R]):
+class BackgroundRollouts(Generic[R]):
     """Asynchronous rollouts of a stage: prompts are drawn ahead, and each step receives its finished groups.
 
     A checkpoint stores the numbers of the trained groups. After a restart the other groups are generated again from the

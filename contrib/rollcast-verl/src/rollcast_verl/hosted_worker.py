@@ -19,13 +19,13 @@ from rollcast import DataProto, DispatchMode, Worker, WorkerGroup, register
 from rollcast.contracts.dispatch import MeshInfo
 from rollcast.errors import DispatchError
 
-__all__ = ["RAY_CALL", "Door", "attribute_of", "door_class"]
+__all__ = ["RAY_CALL", "HostedWorker", "attribute_of", "hosted_worker_class"]
 
-#: Path of :meth:`Door.call_with_worker`, which stands for Ray's ``__ray_call__``.
+#: Path of :meth:`HostedWorker.call_with_worker`, which stands for Ray's ``__ray_call__``.
 RAY_CALL = "()"
 
 
-class Door(Worker):
+class HostedWorker(Worker):
     """Base class of the workers that host a worker of verl.
 
     Args:
@@ -108,28 +108,28 @@ def _method(path: str, is_async: bool, convert: bool) -> Callable[..., Any]:
     """Return a method that calls the hosted worker's."""
     if not is_async:
 
-        def method(self: Door, /, *args: Any, **kwargs: Any) -> Any:
+        def method(self: HostedWorker, /, *args: Any, **kwargs: Any) -> Any:
             return self.pass_on(path, convert, args, kwargs)
 
         return method
 
-    async def async_method(self: Door, /, *args: Any, **kwargs: Any) -> Any:
+    async def async_method(self: HostedWorker, /, *args: Any, **kwargs: Any) -> Any:
         return await self.pass_on(path, convert, args, kwargs)
 
     return async_method
 
 
 @register(dispatch_mode="one_to_all", mutates=True)
-def _unregistered(self: Door, name: str, /, *args: Any, **kwargs: Any) -> Any:
+def _unregistered(self: HostedWorker, name: str, /, *args: Any, **kwargs: Any) -> Any:
     return self.pass_on(name, False, args, kwargs)
 
 
 def attribute_of(path: str) -> str:
-    """Return the name of the door's method for a path: the path, unless the name means something to a group."""
+    """Return the name of the hosting worker's method for a path: the path, unless the name means something to a group."""
     return f"verl:{path}" if path.startswith("_") or hasattr(WorkerGroup, path) else path
 
 
-def door_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]) -> type[Door]:
+def hosted_worker_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]) -> type[HostedWorker]:
     """Return the class that hosts a worker of verl.
 
     Args:
@@ -143,4 +143,4 @@ def door_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], Dispat
         # verl's methods write to their arguments, so that each gets copies of its own.
         chosen = mode if mode is not None else "one_to_all"
         members[attribute_of(path)] = register(dispatch_mode=chosen, blocking=blocking, mutates=True)(wrapped)
-    return type(name, (Door,), members)
+    return type(name, (HostedWorker,), members)
