@@ -56,12 +56,25 @@ def _fields(node: ast.AST) -> Iterator[str]:
                 yield value.value
 
 
+def _messages(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of a raised error's message."""
+    raised = node.exc if isinstance(node, ast.Raise) else None
+    for argument in raised.args if isinstance(raised, ast.Call) else []:
+        for part in ast.walk(argument):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part.value
+
+
 def findings(source: str) -> Iterator[str]:
     """Yield the faults in the docstrings of a file, and in the strings and comments that document names."""
     for comment in _COMMENT.finditer(source):
         if opening := _OPENING.match(comment[1]):
             yield f"comment {comment[1][:40]!r}: opens with {opening[1]!r}"
     for node in ast.walk(ast.parse(source)):
+        for text in _messages(node):
+            for pattern, plain in _STILTED[1:]:  # "give one value a row" tells the reader what to do
+                for match in pattern.finditer(text):
+                    yield f"error message {text[:40]!r}: {match[0]!r}; write {plain}"
         for text in _fields(node):
             if opening := _OPENING.match(text):
                 yield f"text {text[:40]!r}: opens with {opening[1]!r}"

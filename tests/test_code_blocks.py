@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").is_file(), reason="onl
 
 #: Page → module of tests that runs its titled blocks of Python (all of its Python if the page is in WHOLE).
 RUN_BY = {
+    "README.md": "tests/test_flat_grpo.py",
     "docs/agent-tokens.md": "tests/test_agents_pages.py",
     "docs/agents.md": "tests/test_agents_pages.py",
     "docs/algorithms.md": "tests/test_algorithms_page.py",

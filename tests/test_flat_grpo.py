@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from code_blocks import blocks
 
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.engine import LossInputs
@@ -61,3 +63,10 @@ def test_the_loss_is_clipped(flat: ModuleType) -> None:
     assert float(output.loss.detach()) == pytest.approx((-1.28 - 1.0 + 0.8) / 3)
     assert float(output.metrics["clipped"]) == pytest.approx(2 / 3)
     assert ratio.grad[0].tolist() == pytest.approx([0.0, -1 / 3, 0.0])
+
+
+def test_the_readme_shows_the_file() -> None:
+    shown = [block.text for block in blocks("README.md") if block.title == FILE.name]
+    assert len(shown) == 3
+    for text in shown:
+        assert text in FILE.read_text() or textwrap.indent(text, "    ") in FILE.read_text()

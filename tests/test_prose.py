@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+
 import pytest
 from prose import findings, findings_of, page_findings, pages, sources
 
@@ -70,3 +73,16 @@ def test_code_headings_questions_and_generated_tables_are_left_out() -> None:
         "```text\nit goes on\n```\n\n<!-- keys: x -->\n| a | Whether it gives. |\n<!-- end -->\n"
     )
     assert list(page_findings(page)) == []
+
+
+@pytest.mark.parametrize("package", sources())
+def test_names_say_what_they_hold(package: str) -> None:
+    """Local names and parameters are nouns of their values, not words that any value could have."""
+    vague = {"each", "found", "given", "kept", "made", "taken", "told"}
+    names = Counter(
+        node.id if isinstance(node, ast.Name) else node.arg
+        for file in sources()[package].rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    )
+    assert sum(names[name] for name in vague) <= 0.003 * names.total(), {name: names[name] for name in vague}

@@ -309,7 +309,7 @@ def test_network_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_finding_is_complete() -> None:
-    with pytest.raises(PluginTypeError, match="needs a mend"):
+    with pytest.raises(PluginTypeError, match="needs a fix"):
         problem("disk", "full", "")
     with pytest.raises(PluginTypeError, match="state 'bad'; allowed: ok, warning, problem"):
         Finding("disk", "bad", "full", "free it")  # type: ignore[arg-type]

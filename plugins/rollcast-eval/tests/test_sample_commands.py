@@ -179,7 +179,7 @@ def test_a_file_of_other_settings_is_kept_unless_it_is_empty_or_to_be_overwritte
     SamplesFile(path, {"a": 1}, 1)  # the command failed before its first samples
     SamplesFile(path, {"a": 2}, 1).add([ROWS])
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"a was 2, is 3\); go on with its settings, .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"a was 2, is 3\); continue with its settings, .*--overwrite"):
         SamplesFile(path, {"a": 3}, 1)
     assert path.read_bytes() == before
     replaced = SamplesFile(path, {"a": 3}, 1, overwrite=True)

@@ -129,7 +129,9 @@ def attribute_of(path: str) -> str:
     return f"verl:{path}" if path.startswith("_") or hasattr(WorkerGroup, path) else path
 
 
-def hosted_worker_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]) -> type[HostedWorker]:
+def hosted_worker_class(
+    name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]
+) -> type[HostedWorker]:
     """Return the class that hosts a worker of verl.
 
     Args:

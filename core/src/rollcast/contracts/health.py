@@ -57,9 +57,7 @@ class Finding:
         if not self.name or not self.found:
             raise PluginTypeError(f"a finding needs a name and what was found, got {self.name!r} and {self.found!r}")
         if self.state != "ok" and not self.mend:
-            raise PluginTypeError(
-                f"the {self.state} {self.name!r} ({self.found}) needs a mend: say what to do about it"
-            )
+            raise PluginTypeError(f"the {self.state} {self.name!r} ({self.found}) needs a fix: say what to do about it")
 
 
 def ok(name: str, state: str) -> Finding:

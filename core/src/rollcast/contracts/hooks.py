@@ -365,7 +365,7 @@ def _naming(function: Callable[..., Any], owner: str, event: str) -> Callable[..
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise PluginError(
                 f"{owner} failed in {event}: {reason}\n"
-                "Mend or uninstall it, or leave it out with disabled_hooks=[NAME]; --traceback shows where it failed"
+                "Fix or uninstall it, or leave it out with disabled_hooks=[NAME]; --traceback shows where it failed"
             ) from error
 
     return named

@@ -56,7 +56,7 @@ class SamplesFile:
         if keys:
             shown = "; ".join(f"{key} was {before.get(key)!r}, is {self._settings.get(key)!r}" for key in keys[:4])
             raise ConfigError(
-                f"{self.path} holds samples with other settings ({shown}); go on with its settings, choose another "
+                f"{self.path} holds samples with other settings ({shown}); continue with its settings, choose another "
                 "file, or replace its samples with --overwrite"
             )
 

@@ -445,7 +445,7 @@ def find_actors(group: str, size: int | None = None) -> list[Any]:
     if lost:
         raise ResourceError(
             f"the detached group {group!r} has lost ranks {lost} of {size}; end the rest of it with "
-            f"RayRuntime.end_detached({group!r}) and start it anew"
+            f"RayRuntime.end_detached({group!r}) and start it again"
         )
     return [ray.get_actor(ranks[rank], namespace=NAMESPACE) for rank in sorted(ranks)]
 

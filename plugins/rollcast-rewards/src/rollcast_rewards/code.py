@@ -130,7 +130,7 @@ def _read_tests(truth: Any) -> list[_Test]:
         return [_Test({"code": code, "entry_point": None}) for code in codes]
     raise RewardError(
         "code needs tests as ground truth: code with assertions, a list of such, or a mapping with 'test' and "
-        "'entry_point', or with 'inputs' and 'outputs' of one length (and perhaps 'fn_name'); "
+        "'entry_point', or with 'inputs' and 'outputs' of one length (and optionally 'fn_name'); "
         f" this is {str(truth)[:100]!r}"
     )
 

@@ -106,7 +106,9 @@ def is_weight(value: Any) -> bool:
 
 def _read(entry: Mapping[str, Any], key: str) -> tuple[str, float, BaseReward]:
     if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - set(_FIELDS):
-        raise ConfigError(f"{key} is {entry!r}; it has to be a mapping with name, and perhaps weight and reward_kwargs")
+        raise ConfigError(
+            f"{key} is {entry!r}; it has to be a mapping with name, and optionally weight and reward_kwargs"
+        )
     weight = entry.get("weight", 1.0)
     if not is_weight(weight):
         raise ConfigError(f"{key}.weight is {weight!r}; it has to be a finite number")

@@ -26,7 +26,7 @@ NEEDS_JUDGE = "asks a judge, and judge.enable is false; set judge.enable=true, j
 
 
 class AsksJudge(Protocol):
-    """What scores samples by a reward that may query a judge; see ``rollcast_rewards.scoring.RewardScorer``."""
+    """A scorer whose reward may query a judge; see ``rollcast_rewards.scoring.RewardScorer``."""
 
     def bind_judge(
         self,

@@ -65,7 +65,9 @@ class ReplicaCheck(BaseHealthCheck):
         added = setup.get(f"{section}.replica.env", {})
         answer = _ask(python, {"distributions": names, "rollout": name, "config": _as_replica(setup, section)}, added)
         if isinstance(answer, str):
-            yield problem(key, f"{python} does not work: {answer}", f"make the environment anew, or give another {key}")
+            yield problem(
+                key, f"{python} does not work: {answer}", f"make the environment again, or give another {key}"
+            )
             return
         yield from _compare(key, python, answer)
         for row in answer["findings"]:

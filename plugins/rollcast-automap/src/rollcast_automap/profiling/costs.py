@@ -152,7 +152,7 @@ def read_costs(path: Path) -> CostTable:
     if content.get("version") != VERSION:
         raise DataError(
             f"{path} has version {content.get('version')} of the table of costs, but version {VERSION} is read here; "
-            "measure anew with `rollcast profile`"
+            "measure again with `rollcast profile`"
         )
     try:
         table = CostTable(

@@ -288,9 +288,9 @@ class BranchSearch:
         """
         kind, size = share
         pools = [
-            found[0]
+            allocation[0]
             for device_kind in self._kinds_of(kind)
-            if (found := allocate(self._problem, [(device_kind, size)]))
+            if (allocation := allocate(self._problem, [(device_kind, size)]))
         ]
         if not pools:
             allocated = allocate(self._problem, [share])
@@ -448,13 +448,13 @@ def _undominated(options: Sequence[_Option], per_mesh: bool) -> list[_Option]:
         per_mesh: compare only equal meshes, because the cost of the weight sync depends on the role's mesh.
     """
     options_by_mesh: dict[Mesh | None, list[_Option]] = {}
-    found = []
+    undominated = []
     for option in options:
         rivals = options_by_mesh.setdefault(option.placement.mesh if per_mesh else None, [])
         if not any(_dominates(other, option) for other in rivals):
             rivals.append(option)
-            found.append(option)
-    return found
+            undominated.append(option)
+    return undominated
 
 
 def _dominates(one: _Option, other: _Option) -> bool:

@@ -331,7 +331,7 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
         more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
         raise ConfigError(
             f"run_dir={run_dir} holds a run with other settings ({'; '.join(different[:5])}{more}). "
-            "Choose another run_dir, or trainer.resume_mode=disable to set that run aside and start anew"
+            "Choose another run_dir, or trainer.resume_mode=disable to set that run aside and start again"
         )
 
 
@@ -375,7 +375,7 @@ def read_config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(
             f"{file} of the run in {file.parent} is not a mapping but a {type(config).__name__}. Restore the "
-            "file, remove it to go on without comparing the settings, or set trainer.resume_mode=disable"
+            "file, remove it to continue without comparing the settings, or set trainer.resume_mode=disable"
         )
     return config
 
