@@ -125,7 +125,7 @@ def _unregistered(self: HostedWorker, name: str, /, *args: Any, **kwargs: Any) -
 
 
 def attribute_of(path: str) -> str:
-    """Return the name of the hosting worker's method for a path: the path, unless the name means something to a group."""
+    """Return the name of the method for a path: the path, unless the name means something to a group."""
     return f"verl:{path}" if path.startswith("_") or hasattr(WorkerGroup, path) else path
 
 

@@ -24,6 +24,6 @@ def need_verl(module: str, plugin: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise CapabilityError(
-            f"{plugin} runs verl's own code, and {module} cannot be imported: {error}. Install verl 0.9 beside "
+            f"{plugin} runs verl's own code, and {module} cannot be imported: {error}. Install verl 0.9 with "
             "rollcast-verl: pip install 'rollcast-verl[verl]', then pip install --no-deps verl==0.9.1"
         ) from error

@@ -24,8 +24,8 @@ from rollcast_agents.training.worker import AgentWorkerSetup
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_trainer.batch.columns import GENERATED, PROMPT
 from rollcast_trainer.run.background_rollouts import (
-    PromptGroup,
     BackgroundRollouts,
+    PromptGroup,
     age_metrics,
     numbered,
     refuse_without_replicas,

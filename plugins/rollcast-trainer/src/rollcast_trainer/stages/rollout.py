@@ -18,8 +18,8 @@ from rollcast_serving.manager import Stragglers
 from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT, prompt_columns
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.background_rollouts import (
-    PromptGroup,
     BackgroundRollouts,
+    PromptGroup,
     age_metrics,
     numbered,
     refuse_without_replicas,
