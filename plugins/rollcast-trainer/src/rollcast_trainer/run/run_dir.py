@@ -370,7 +370,7 @@ def read_config(file: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{file} of the run in {file.parent} cannot be read: {reason:.200}. Restore the file, remove it to "
-            "go on without comparing the settings, or set trainer.resume_mode=disable to set that run aside"
+            "continue without comparing the settings, or set trainer.resume_mode=disable to set that run aside"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(
