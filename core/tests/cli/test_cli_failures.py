@@ -170,8 +170,8 @@ def start_stuck(how: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job ignores SIGINT, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A shell's background job ignores SIGINT and nohup SIGHUP, and children inherit that.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
