@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -94,7 +95,11 @@ def assert_ends(
         kill_all(all_of_it)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def exhaustive(number: signal.Signals) -> Any:
+    return pytest.param(number, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM), exhaustive(signal.SIGHUP)])
 def test_a_signal_ends_a_run_and_all_its_processes(
     small_task: SmallTask, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -146,7 +151,7 @@ def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path)
     assert_ends(process, act, ["interrupted; the last checkpoint is"], 128 + signal.SIGHUP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [exhaustive(signal.SIGINT), signal.SIGTERM, exhaustive(signal.SIGHUP)])
 def test_a_signal_to_the_process_group_is_one_to_the_driver(
     small_task: SmallTask, tmp_path: Path, number: signal.Signals
 ) -> None:
