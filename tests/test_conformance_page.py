@@ -8,6 +8,7 @@ import pytest
 import suite_tables
 from page_packages import DOCS, PagePackage
 
+import rollcast_testing
 from rollcast.plugins.discovery import describe_groups, find_groups
 
 PAGE = DOCS / "conformance.md"
@@ -57,7 +58,7 @@ def test_every_group_has_a_suite_or_is_listed_as_without() -> None:
 
 def test_the_readme_names_every_suite() -> None:
     readme = (DOCS.parent / "plugins" / "rollcast-testing" / "README.md").read_text()
-    exported = {
-        name for name in suite_tables.suites() if not name.startswith(("Renderer", "Tool", "Environ", "AgentL"))
-    }
-    assert exported <= set(re.findall(r"`(\w+Suite)`", readme))
+    exported = {name for name in rollcast_testing.__all__ if name.endswith("Suite")}
+    rows = "\n".join(re.findall(r"^\| .*", readme, re.MULTILINE))
+    assert set(re.findall(r"`(\w+Suite)`", rows)) == exported
+    assert set(suite_tables.MODULES) <= set(re.findall(r"`(rollcast_\w+\.testing)`", readme)) | {"rollcast_testing"}
