@@ -61,13 +61,13 @@ class McpServer:
         self._task = asyncio.ensure_future(self._hold(ready))
         try:
             async with asyncio.timeout(self._timeout_s):
-                session = await asyncio.shield(ready)
+                listed = await asyncio.shield(ready)
         except TimeoutError:
             await self.close()
             raise ConfigError(f"agent.mcp_servers.{self._name} did not answer within {self._timeout_s:g} s") from None
         except Exception as error:  # any transport
             raise ConfigError(f"agent.mcp_servers.{self._name}: {_first(error)}") from error
-        return [_McpTool(self, tool) for tool in session]
+        return [_McpTool(self, tool) for tool in listed]
 
     async def _hold(self, ready: asyncio.Future[list[Any]]) -> None:
         try:
