@@ -43,6 +43,8 @@ _GENERATED = ("docs/api.md", "docs/configuration-reference.md", "CHANGELOG.md")
 _NOT_PROSE = re.compile(
     r"^ *```.*?^ *```|<!-- keys.*?<!-- end -->|<!--.*?-->|`[^`\n]*`|\]\([^)\n]*\)", re.MULTILINE | re.DOTALL
 )
+_ARGS = re.compile(r"^Args:\n((?:    .*\n?|\n)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^    (\*{0,2}\w[\w, *]*): ", re.MULTILINE)
 _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,6 +65,25 @@ def _messages(node: ast.AST) -> Iterator[str]:
         for part in ast.walk(argument):
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 yield part.value
+
+
+def _documented(docstring: str) -> set[str]:
+    """Return the names in the section ``Args`` of a docstring."""
+    section = _ARGS.search(docstring)
+    lines = _ARGUMENT.finditer(section[1]) if section else ()
+    return {name.strip("* ") for line in lines for name in line[1].split(",")}
+
+
+def _parameters(node: ast.AST) -> set[str] | None:
+    """Return the names of a function's parameters, or of a class's constructor; None if the class inherits it."""
+    if isinstance(node, ast.ClassDef):
+        makers = [item for item in node.body if getattr(item, "name", "") in ("__init__", "__new__")]
+        return _parameters(makers[0]) if makers else None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return set()
+    arguments = node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return {argument.arg for argument in named if argument is not None}
 
 
 def findings(source: str) -> Iterator[str]:
@@ -88,6 +109,9 @@ def findings(source: str) -> Iterator[str]:
             yield f"{name}: attribute line {line[0].strip()!r}"
         for word in _GIVES.finditer(text):
             yield f"{name}: {word[0]!r}; write 'returns'"
+        parameters = _parameters(node)
+        for argument in sorted(_documented(text) - parameters) if parameters is not None else ():
+            yield f"{name}: documents {argument!r}, which is no parameter"
 
 
 def page_findings(text: str) -> Iterator[str]:

@@ -28,7 +28,13 @@ def test_a_package_has_no_finding(package: str) -> None:
     ],
 )
 def test_each_kind_is_found(text: str) -> None:
-    assert len(list(findings(f'def f():\n    """{text}"""\n'))) == 1
+    assert len(list(findings(f'def f(a, b):\n    """{text}"""\n'))) == 1
+
+
+def test_arguments_that_are_no_parameters_are_found() -> None:
+    source = 'def f(a):\n    """Return it.\n\n    Args:\n        {}: a number.\n    """\n'
+    assert list(findings(source.format("a"))) == []
+    assert list(findings(source.format("b"))) == ["f: documents 'b', which is no parameter"]
 
 
 def test_texts_that_document_names_are_found() -> None:
@@ -40,7 +46,9 @@ def test_texts_that_document_names_are_found() -> None:
 
 def test_plain_english_has_no_finding() -> None:
     assert (
-        list(findings('def f():\n    """Return the path.\n\n    Args:\n        path: path of the folder.\n    """\n'))
+        list(
+            findings('def f(path):\n    """Return the path.\n\n    Args:\n        path: path of the folder.\n    """\n')
+        )
         == []
     )
 

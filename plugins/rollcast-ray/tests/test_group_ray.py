@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
@@ -338,6 +339,12 @@ def test_a_pool_that_waits_for_others_in_vain_is_told_what_is_free(make, probes)
     finally:
         taken.release()
     assert len(make(Probe, size=1).place()) == 1
+
+
+def test_the_whole_timeout_is_named_when_a_part_of_it_is_over(runtime) -> None:
+    runtime.nodes()
+    with pytest.raises(ResourceError, match="not placed within 7 s"):
+        RayResourcePool([99]).get_slots(timeout=7.0, deadline=time.monotonic() + 0.2)
 
 
 def test_groups_may_share_a_pool(runtime) -> None:

@@ -51,7 +51,8 @@ def test_a_run_with_the_local_runtime_needs_no_ray(small_task: SmallTask, tmp_pa
     overrides = small_task.ppo(tmp_path, "trainer.total_steps=1", "trainer.test_freq=-1")
     shown = subprocess.run([sys.executable, "-c", code, "train", *overrides], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
-    assert set(shown.stdout.split()[-3:]) <= {"rollcast_ray", "rollcast_ray.conf", "rollcast_ray.schemas"}
+    loaded = set(shown.stdout.splitlines()[-1].split())
+    assert loaded <= {"rollcast_ray", "rollcast_ray.conf", "rollcast_ray.schemas"}
     assert read_metrics(tmp_path)[-1]["step"] == 1
 
 

@@ -386,6 +386,17 @@ class _RemoteMethod:
         return rollcast_ray.RayRuntime.shared().call(self.host, self.role, self.path, call, "send")
 
 
+#: Attributes that the groups of :meth:`RayWorkerGroup.spawn` have in common.
+_SHARED = ("name_prefix", "resource_pool", "device_name", "profile_steps", "worker_nsight_options", "_lease")
+
+
+def _actor_of(worker: Any) -> Any:
+    """Return the actor, or the name of one, of a handle that a user passes."""
+    if isinstance(worker, RankHandle):
+        return worker._host.handle
+    return worker.handle if isinstance(worker, _Name) else worker
+
+
 class _Name(str):  # noqa: SLOT000
     """The name of a worker, which finds the worker in any process of the cluster."""
 
@@ -507,14 +518,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         selected = list(handles or names)
         if not selected:
             raise ResourceError("a RayWorkerGroup without a pool needs worker_names or worker_handles")
-        actors = [
-            handle._host.handle
-            if isinstance(handle, RankHandle)
-            else handle.handle
-            if isinstance(handle, _Name)
-            else handle
-            for handle in selected
-        ]
+        actors = [_actor_of(worker) for worker in selected]
         return rollcast_ray.RayWorkerGroup.from_actors(actors, _hosted_worker(wanted.cls), timeout=timeout)
 
     def _use(self, group: rollcast_ray.RayWorkerGroup, wanted: RayClassWithInitArgs, prefix: str) -> None:
@@ -569,15 +573,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if prefix not in inside:
                 raise DispatchError(f"no worker {prefix!r} in this group; there are: {', '.join(inside) or 'none'}")
             view = object.__new__(type(self))
-            attributes = (
-                "name_prefix",
-                "resource_pool",
-                "device_name",
-                "profile_steps",
-                "worker_nsight_options",
-                "_lease",
-            )
-            view.__dict__.update({name: getattr(self, name) for name in attributes})
+            view.__dict__.update({name: getattr(self, name) for name in _SHARED})
             view._use(self.group, self.ray_cls_with_init, prefix)
             views[prefix] = view
         return views

@@ -13,7 +13,7 @@ def complete_override(args: Sequence[str], incomplete: str) -> list[str]:
     """Return what the override under the cursor may become; imports no plugin but the packages of configuration.
 
     Args:
-        given: words before the cursor. Bash makes three of ``recipe=quickstart``, and completes the third alone.
+        args: words before the cursor. Bash makes three of ``recipe=quickstart``, and completes the third alone.
         incomplete: word under the cursor.
     """
     words = re.sub(r" ?= ?", "=", " ".join(args)).split(" ") if args else []

@@ -346,7 +346,7 @@ def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
 
     A key with a default of its own on accelerators also has ``on_accelerator``, that default, and ``reason``.
     """
-    sections_by_path: dict[str, dict[str, Any]] = {}
+    about_by_key: dict[str, dict[str, Any]] = {}
     for section in sections.placed:
         docs, owners = walk_docs(section.path, section.schema), _owners(section.schema, section.path)
         defaults = flatten(nest(section.path, defaults_of(section.schema)))
@@ -355,8 +355,8 @@ def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
                 about = {"doc": docs.get(key, ""), "takes": describe(kind), "default": defaults.get(key)}
                 mark = on_accelerator(kind)
                 about |= {"on_accelerator": mark.value, "reason": mark.reason} if mark else {}
-                sections_by_path.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
-    return sections_by_path
+                about_by_key.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
+    return about_by_key
 
 
 def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, str], origins: dict[str, str]) -> None:

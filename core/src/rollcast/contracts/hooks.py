@@ -298,15 +298,13 @@ def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = 
             # An installed listener is a stranger's: its errors say who raised them.
             manager.register(_Named(listener, owner), name=owner)
             added.append(listener)
-    for parameter_name in extra:
-        owner = (
-            f"extra hooks {getattr(parameter_name, '__name__', None) or f'of type {type(parameter_name).__qualname__}'}"
-        )
-        complaint = _is_listener(parameter_name)
+    for hook in extra:
+        owner = f"extra hooks {getattr(hook, '__name__', None) or f'of type {type(hook).__qualname__}'}"
+        complaint = _is_listener(hook)
         if complaint is not None:
             raise PluginTypeError(f"{owner}: it {complaint}")
         try:
-            listener = _create(parameter_name)
+            listener = _create(hook)
         except Exception as error:
             raise PluginTypeError(f"{owner} could not be created: {error!r}") from error
         if any(listener is other for other in added):

@@ -262,16 +262,13 @@ class NodeCopies:
         self._copies[source, in_memory, ""] = copy
         return copy
 
+    def _unchanged_copy(self, target: str) -> NodeCopy | None:
+        """Return the planned copy at a path whose config is not changed; None if there is none."""
+        return next((copy for copy in self.planned if copy.target == target and not copy.override_config), None)
+
     def _convert(self, path: str, in_memory: bool, key: str) -> str:
         """Plan the folder of a model in a GGUF file, and return its path; a local one is made at once."""
-        copied = next(
-            (
-                planned_copy
-                for planned_copy in self.planned
-                if planned_copy.target == path and not planned_copy.override_config
-            ),
-            None,
-        )
+        copied = self._unchanged_copy(path)
         names = _list_names(path if copied is None else copied.source)
         name = Path(path).name if path.lower().endswith(".gguf") else find_gguf(names, path, key)
         if name is None or not names:
@@ -291,14 +288,7 @@ class NodeCopies:
         known = self._copies.get((folder, in_memory, text))
         if known is not None:
             return known.target
-        copied = next(
-            (
-                planned_copy
-                for planned_copy in self.planned
-                if planned_copy.target == folder and not planned_copy.override_config
-            ),
-            None,
-        )
+        copied = self._unchanged_copy(folder)
         if copied is not None:
             fingerprint = copied.fingerprint
         elif (Path(folder) / "config.json").is_file():

@@ -122,7 +122,7 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
 
     Versions of transformers before 5 keep each expert as a module, with the names of the checkpoint.
     """
-    problems = []
+    stacked = []
     for rule in _conversions(model):
         if _is_prefix(rule):
             continue
@@ -132,8 +132,8 @@ def find_stacked(model: Any) -> tuple[StackedWeights, ...] | None:
         stacks = is_plain and steps[:1] == [("MergeModulelist", 0)] and steps[1:] in ([], [("Concatenate", 1)])
         if not stacks or len(targets) != 1 or any(source.count("*") != 1 for source in sources):
             return None
-        problems.append(StackedWeights(targets[0], sources))
-    return tuple(problems)
+        stacked.append(StackedWeights(targets[0], sources))
+    return tuple(stacked)
 
 
 def has_prefixed_files(model: Any) -> bool:

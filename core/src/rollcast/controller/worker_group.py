@@ -137,7 +137,7 @@ class WorkerGroup:
         """Return a group for the processes that a runtime attached to.
 
         Args:
-            found: processes by rank, and the classes of their roles.
+            attached: processes by rank, and the classes of their roles.
             name: name of the group.
             runtime: runtime that sends the calls.
             timeout: deadline of each blocking call, in seconds.

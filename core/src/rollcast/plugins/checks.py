@@ -87,7 +87,7 @@ def any_of(*checks: Check) -> Check:
     """Return a check for objects that at least one of ``checks`` accepts."""
 
     def check(obj: object) -> str | None:
-        complaints = [complaint for is_valid in checks if (complaint := is_valid(obj)) is not None]
+        complaints = [complaint for find_fault in checks if (complaint := find_fault(obj)) is not None]
         if len(complaints) < len(checks):
             return None
         return " and ".join(complaints) or "fits no check, because the group has none"

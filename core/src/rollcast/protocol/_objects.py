@@ -75,9 +75,9 @@ class ObjectColumn(torch.Tensor):
 
     def objects(self) -> np.ndarray:
         """Return the objects as a read-only object array of this column's shape."""
-        taken_objects = np.asarray(self._table[self.rows.cpu().numpy()], dtype=object)
-        taken_objects.flags.writeable = False
-        return taken_objects
+        picked = np.asarray(self._table[self.rows.cpu().numpy()], dtype=object)
+        picked.flags.writeable = False
+        return picked
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ``(positions, used)``: ``used`` has each object in use once, ``positions`` each row's index in it."""

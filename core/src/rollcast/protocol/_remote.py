@@ -419,20 +419,20 @@ def describe(length: int, columns: Mapping[str, torch.Tensor], ref: Any) -> dict
     }
 
 
-def promise(refs: Sequence[Any], rows: Sequence[int], of: int | Sequence[int], fetch: Fetch) -> RowMap:
+def promise(refs: Sequence[Any], rows: Sequence[int], chosen: int | Sequence[int], fetch: Fetch) -> RowMap:
     """Return the concatenated rows of the results of calls that may be in flight.
 
     Args:
         refs: References to the results.
         rows: Number of rows of each result.
-        taken: Rows of the concatenated results to keep: a count from the start, or row numbers.
+        chosen: Rows of the concatenated results to keep: a count from the start, or row numbers.
         fetch: Function that returns results and stored rows.
     """
     pieces = tuple(Piece(Promised(ref, count), 0, count) for ref, count in zip(refs, rows, strict=True))
     whole = RowMap.concat([RowMap((piece,), None, fetch) for piece in pieces])
-    if isinstance(of, int):
-        return whole if of == len(whole) else whole.take(pick_slice(slice(0, of), len(whole)))[0]
-    return whole.take(pick_index(of, len(whole)))[0]
+    if isinstance(chosen, int):
+        return whole if chosen == len(whole) else whole.take(pick_slice(slice(0, chosen), len(whole)))[0]
+    return whole.take(pick_index(chosen, len(whole)))[0]
 
 
 # ---- operations ----

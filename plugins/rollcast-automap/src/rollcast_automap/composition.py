@@ -255,7 +255,7 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
 def busy_shares(problem: Problem, prediction: Prediction) -> dict[str, float]:
     """Return pool → predicted share of a step in which its stages run; syncs and switches do not count."""
     homes = {placement.role: placement.pool for placement in prediction.mapping.placements}
-    seconds = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
+    shares = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
     for stage in problem.stages:
-        seconds[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
-    return {pool: min(share, 1.0) for pool, share in seconds.items()}
+        shares[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
+    return {pool: min(share, 1.0) for pool, share in shares.items()}

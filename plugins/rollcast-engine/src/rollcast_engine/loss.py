@@ -46,7 +46,7 @@ def loss_share(
     collectives.
 
     Args:
-        given: ``log_probs`` and other requested quantities, or ``values``, each ``[b, t]``.
+        quantities: ``log_probs`` and other requested quantities, or ``values``, each ``[b, t]``.
         micro: the micro-batch.
         denominators: counts that losses divide by.
         loss_function: loss to evaluate.

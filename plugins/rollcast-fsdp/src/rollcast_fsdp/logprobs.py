@@ -97,7 +97,7 @@ def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response
 
 
 def keep_logits(module: nn.Module, places: int | Tensor) -> dict[str, int | Tensor]:
-    """Return the keyword argument that limits logits to the last ``kept`` positions or to the positions ``kept``;
+    """Return the keyword argument that limits logits to the last ``places`` positions or to the positions ``places``;
     empty if the model does not support it.
     """
     return {"logits_to_keep": places} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}

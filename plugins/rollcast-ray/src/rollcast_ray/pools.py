@@ -285,8 +285,14 @@ class Placements:
         """Undo one :meth:`pin`."""
         self._pinned.subtract({id(base) for base, _ in pool.places()})
 
-    def slots(self, pool: ResourcePool, detached: bool, timeout: float) -> list[Slot]:
+    def slots(self, pool: ResourcePool, detached: bool, timeout: float, deadline: float) -> list[Slot]:
         """Return a slot for each rank of a pool; place the pool first if necessary.
+
+        Args:
+            pool: the pool.
+            detached: True if the group outlives its driver.
+            timeout: limit in seconds, for messages.
+            deadline: time of :func:`time.monotonic` at which the limit ends.
 
         Raises:
             ResourceError: the pool cannot be placed, or does not live as long as a detached group needs.
@@ -296,7 +302,6 @@ class Placements:
         if missing:
             pools = {f"{number}": base for number, base in enumerate([*self._in_place(), *missing])}
             ResourcePoolManager(pools, {}).check(read_nodes())
-        deadline = time.monotonic() + timeout
         slots = {key: base.get_slots(timeout, deadline) for key, base in bases.items()}
         return sort_slots(slots[id(base)][number] for base, number in pool.places())
 
@@ -317,13 +322,12 @@ class Placements:
             )
         return placed
 
-    def replace_lost(self, pool: ResourcePool, timeout: float) -> None:
-        """Replace the slots of a pool on lost nodes.
+    def replace_lost(self, pool: ResourcePool, timeout: float, deadline: float) -> None:
+        """Replace the slots of a pool on lost nodes, before ``deadline``; see :meth:`slots`.
 
         Raises:
             ResourceError: no place was found within ``timeout`` seconds.
         """
-        deadline = time.monotonic() + timeout
         for base in {id(base): base for base, _ in pool.places()}.values():
             placed = self._placed[id(base)][1] if id(base) in self._placed else base
             if isinstance(placed, RayResourcePool):

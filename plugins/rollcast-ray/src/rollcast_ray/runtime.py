@@ -237,13 +237,16 @@ class RayRuntime(Runtime):
         return read_nodes()
 
     def launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
+        return self._launch(pool, spec, timeout, time.monotonic() + timeout)
+
+    def _launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float, deadline: float) -> list[Host]:
+        """Start a group before ``deadline``, a time of the monotonic clock; errors name the whole ``timeout``."""
         self.start()
         if spec.detached and self._initialized_ray and self._address is None:
             logger.warning("the detached group %s ends with this process, whose Ray it runs on", spec.name)
-        deadline = time.monotonic() + timeout
         spec = self._with_own_environment(spec)
         blob = pack_roles(spec)
-        placed = self._place(pool, spec, timeout)
+        placed = self._place(pool, spec, timeout, deadline)
         handles: list[Any] = []
         try:
             handles = start_actors(pool, placed.slots, spec)
@@ -262,12 +265,11 @@ class RayRuntime(Runtime):
         self._liveness.watch(placed.name, hosts)
         return hosts
 
-    def _place(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _Running:
+    def _place(self, pool: ResourcePool, spec: LaunchSpec, timeout: float, deadline: float) -> _Running:
         """Reserve the places of a group and register it as starting."""
         beside = WorkerHost.methods_beside({role: wrapped.cls for role, wrapped in spec.roles.items()})
-        deadline = time.monotonic() + timeout
         with self._placing, self._reserved(pool):
-            slots = self._pools.slots(pool, spec.detached, max(deadline - time.monotonic(), 0.001))
+            slots = self._pools.slots(pool, spec.detached, timeout, deadline)
             with self._books:
                 check_room(pool, slots, [(running.name, running.slots) for running in self._running])
                 placed = _Running(spec.name, slots, [], spec.detached, beside, starting=True)
@@ -525,8 +527,8 @@ class RayRuntime(Runtime):
             self._end(self._known(hosts))
             deadline = time.monotonic() + timeout
             with self._placing:
-                self._pools.replace_lost(pool, timeout)
-            return self.launch(pool, spec, max(deadline - time.monotonic(), 0.001))
+                self._pools.replace_lost(pool, timeout, deadline)
+            return self._launch(pool, spec, timeout, deadline)
 
     def run_driver(self, function: Callable[..., Any], /, *args: Any) -> Any:
         self._log_to_driver = True  # otherwise the output of the run would be lost

@@ -181,24 +181,24 @@ class Follower:
         return max(0.0, time.time() - max(times)) if times else None
 
     def _alarms(self, frame: Frame) -> list[str]:
-        rows = []
+        alarms = []
         status = frame.status
         if status.state == "running" and frame.state == "interrupted":
-            rows.append(f"the process {status.pid} of the run is gone, without a word")
+            alarms.append(f"the process {status.pid} of the run is gone, without a word")
         limit = max(_LATE_S, _LATE_STEPS * (frame.step_s or 0.0))
         if frame.state in ("running", "starting") and frame.idle_s is not None and frame.idle_s > limit:
             usual = "" if frame.step_s is None else f"; a step takes {format_clock(frame.step_s)}"
-            rows.append(f"no sign of life for {format_clock(frame.idle_s)}{usual}")
+            alarms.append(f"no sign of life for {format_clock(frame.idle_s)}{usual}")
         if status.state == "failed" and status.message:
-            rows.append(status.message)
+            alarms.append(status.message)
         if self._missing:
-            rows.append(f"not finite in step {self._step}: {', '.join(self._missing[:5])}")
+            alarms.append(f"not finite in step {self._step}: {', '.join(self._missing[:5])}")
         if frame.metrics.get("actor/skipped_steps", 0.0) > 0:
             share = frame.metrics["actor/skipped_steps"]
-            rows.append(f"{share:.0%} of the updates of step {self._step} were skipped: a gradient was not finite")
+            alarms.append(f"{share:.0%} of the updates of step {self._step} were skipped: a gradient was not finite")
         if frame.metrics.get("reward/errors", 0.0) > 0:
-            rows.append(f"{frame.metrics['reward/errors']:.0f} rewards of step {self._step} failed")
-        return rows
+            alarms.append(f"{frame.metrics['reward/errors']:.0f} rewards of step {self._step} failed")
+        return alarms
 
 
 def _is_number(value: object) -> bool:

@@ -114,7 +114,7 @@ class _Function:
     """One of the reward functions, either TRL's, which gets a batch, or rollcast's, which gets each sample.
 
     Args:
-        found: function and its place.
+        function: function and its place.
         label: name in metrics.
     """
 

@@ -68,14 +68,14 @@ class WindowedFifo(BaseAdmission):
         if sum(group.is_finished for group in view.groups) < count:
             return Selection()
         left, window = list(view.groups), self.window
-        finished: list[int] = []
-        while len(finished) < count:
+        chosen: list[int] = []
+        while len(chosen) < count:
             last = left[0].number + window
             place = next((place for place, group in enumerate(left) if group.is_finished or group.number >= last), None)
             if place is None or left[place].number >= last:
                 return Selection()
-            finished.append(left.pop(place).number)
-        return Selection(tuple(finished))
+            chosen.append(left.pop(place).number)
+        return Selection(tuple(chosen))
 
 
 class Capacity(BaseAdmission):

@@ -103,10 +103,10 @@ class _Job:
 
     def groups(self) -> list[_Group]:
         """Return the requests grouped by prompt, longest prompts first."""
-        places: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
+        indices_by_prompt: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
         for index, request in enumerate(self.requests):
-            places.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
-        groups = [_Group(self, tuple(indices)) for indices in places.values()]
+            indices_by_prompt.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
+        groups = [_Group(self, tuple(indices)) for indices in indices_by_prompt.values()]
         return sorted(groups, key=lambda group: -len(self.requests[group.indices[0]].prompt_ids))
 
 
@@ -361,17 +361,17 @@ class ServerManager:
         if not send.cancelled() and (error := send.exception()) is not None:
             job.fail(error)
 
-    async def _send(self, place: int, job: _Job, places: Sequence[int]) -> None:
-        replica, left = self._replicas[place], dict.fromkeys(places)
+    async def _send(self, place: int, job: _Job, indices: Sequence[int]) -> None:
+        replica, left = self._replicas[place], dict.fromkeys(indices)
         try:
             async with contextlib.aclosing(
-                replica.client.generate([job.requests[index] for index in places])
+                replica.client.generate([job.requests[index] for index in indices])
             ) as answers:
                 async for number, output in answers:
-                    del left[places[number]]
-                    self._window.finish(place, job.sequences([places[number]]))
+                    del left[indices[number]]
+                    self._window.finish(place, job.sequences([indices[number]]))
                     self._pump_soon()
-                    job.answer(places[number], output)
+                    job.answer(indices[number], output)
         except ReplicaGoneError as error:
             await self._lose(replica, error)
             for index in left:

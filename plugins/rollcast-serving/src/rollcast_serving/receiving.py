@@ -62,18 +62,18 @@ class WeightTally:
         from rollcast.protocol import combine_checksums, tensor_checksum
 
         expected = dict(bucket.expected) if isinstance(bucket, WeightBucket) else {}
-        problems: list[tuple[str, str]] = []
+        checksums: list[tuple[str, str]] = []
         for name, tensor in bucket:
             checksum = tensor_checksum(tensor)
             if expected.pop(name, checksum) != checksum:
                 raise WeightSyncError(f"weight {name!r} is corrupt: it differs from what was sent", tensor=name)
-            problems.append((name, checksum))
+            checksums.append((name, checksum))
             self._tensors += 1
             self._bytes += tensor.numel() * tensor.element_size()
         if expected:
             name = next(iter(expected))
             raise WeightSyncError(f"weight {name!r} was announced but did not arrive", tensor=name)
-        self._checksums[str(len(self._checksums))] = combine_checksums(problems)
+        self._checksums[str(len(self._checksums))] = combine_checksums(checksums)
 
     def report(self, version: int) -> WeightReport:
         """Return the report of the update, after the iteration."""

@@ -518,14 +518,14 @@ class SimulatedRuntime(Runtime):
         with self._lock:
             return self._receive([(cut.ref, cut.of(self._value_of(cut.ref))) for cut in cuts], timeout, whole=False)
 
-    def _receive(self, outcomes: Sequence[tuple[Any, Any]], timeout: float | None, whole: bool) -> list[Any]:
-        seconds = sum(self._move(ref, value, _DRIVER, whole) for ref, value in outcomes)
-        seconds = max([self.now, *(self._there_at(ref) for ref, _ in outcomes)]) + seconds - self.now
+    def _receive(self, pairs: Sequence[tuple[Any, Any]], timeout: float | None, whole: bool) -> list[Any]:
+        seconds = sum(self._move(ref, value, _DRIVER, whole) for ref, value in pairs)
+        seconds = max([self.now, *(self._there_at(ref) for ref, _ in pairs)]) + seconds - self.now
         if timeout is not None and seconds > timeout:
             self.now += timeout
-            raise WorkerTimeoutError(f"{len(outcomes)} kept columns did not arrive within {timeout:g} s")
+            raise WorkerTimeoutError(f"{len(pairs)} kept columns did not arrive within {timeout:g} s")
         self.now += seconds
-        return [value for _, value in outcomes]
+        return [value for _, value in pairs]
 
     def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
         """Wait until a call has ended; return the indices of all ended calls, none if ``timeout`` seconds passed."""

@@ -103,7 +103,7 @@ async def _run(process: asyncio.subprocess.Process, task: bytes) -> tuple[str, s
         await process.wait()
         # A process that the command leaves behind may keep the streams open.
         await asyncio.wait(reading, timeout=_GRACE_S)
-        out, err = (bytes(stream.result()) if stream.done() else b"" for stream in reading)
+        out, err = (bytes(reader.result()) if reader.done() else b"" for reader in reading)
         return out.decode(errors="replace"), err.decode(errors="replace")
     finally:
         for reader in reading:

@@ -268,11 +268,11 @@ class SaveTrajectories(Stage):
 
 def _scores(batch: DataProto) -> dict[str, float]:
     """Return rollout id → sum of the scores of its rows."""
-    metrics: dict[str, float] = {}
+    totals: dict[str, float] = {}
     sums = Jagged.of(batch["token_level_scores"]).sums().tolist()
     for rollout_id, score in zip(batch.non_tensor_batch["rollout_id"], sums, strict=True):
-        metrics[rollout_id] = metrics.get(rollout_id, 0.0) + score
-    return metrics
+        totals[rollout_id] = totals.get(rollout_id, 0.0) + score
+    return totals
 
 
 def _role_of(run: TrainingRun) -> str:

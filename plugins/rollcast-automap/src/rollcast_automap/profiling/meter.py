@@ -120,20 +120,20 @@ class StepMeter(Meter):
         Args:
             step_seconds: duration of the step in seconds.
         """
-        means: dict[str, float] = {}
+        figures: dict[str, float] = {}
         if self._tokens:
-            means["perf/total_num_tokens"] = float(self._tokens)
-            means["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
+            figures["perf/total_num_tokens"] = float(self._tokens)
+            figures["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
         # This call is queued behind all calls of the step, so peaks of calls still in flight are included.
         by_method = self._take_peaks()
         for method, operations in self._work.items():
             name, seconds = _NAMES.get(method, method), by_method.get(method, Peak()).seconds
             rate = operations / max(seconds, 1e-9)
-            means[f"perf/tflops/{name}"] = rate / 1e12
+            figures[f"perf/tflops/{name}"] = rate / 1e12
             if self.device.peak_flops is not None:
-                means[f"perf/mfu/{name}"] = rate / self.device.peak_flops
+                figures[f"perf/mfu/{name}"] = rate / self.device.peak_flops
         self._work, self._tokens = {}, 0
-        return {**means, **_memory(by_method)}
+        return {**figures, **_memory(by_method)}
 
     def _take_peaks(self) -> dict[str, Peak]:
         """Return method → largest memory and time of a rank in its calls since the previous request."""

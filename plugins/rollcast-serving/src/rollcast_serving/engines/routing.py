@@ -49,7 +49,7 @@ class RecordedLayers:
         """Return a sequence's ``routed_experts``, int16 ``[count, layers with experts, k]``; -1 for tokens not read.
 
         Args:
-            found: the engine's choices ``[tokens, all layers, k]``, or the same flat, for the first tokens of prompt
+            routes: the engine's choices ``[tokens, all layers, k]``, or the same flat, for the first tokens of prompt
                 and sequence; it reads all but the last at least.
             count: number of tokens of prompt and sequence, 2 or more.
             request_id: id of the request, for messages.

@@ -114,14 +114,14 @@ class ServerProcess:
 
     def _mapped_files(self) -> set[Path]:
         """Return the group's files in shared memory that would be left behind."""
-        packages: set[Path] = set()
+        paths: set[Path] = set()
         for maps in Path("/proc").glob("[0-9]*/maps") if self._leftovers else ():
             with suppress(OSError):
                 if os.getpgid(int(maps.parent.name)) == self._popen.pid:
                     lines = [line for line in maps.read_text().splitlines() if self._leftovers in line]
-                    packages.update(Path(line[line.index(self._leftovers) :]) for line in lines)
+                    paths.update(Path(line[line.index(self._leftovers) :]) for line in lines)
         # The kernel marks a file that was unlinked while mapped by a note after its name.
-        return {path for path in packages if path.exists()}
+        return {path for path in paths if path.exists()}
 
 
 def read_spec() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -58,17 +58,18 @@ def first_groups(batch: DataProto, count: int) -> DataProto:
     return chosen if len(groups) <= count else chosen.select_idxs((uid < count).nonzero().flatten())
 
 
-def join_groups(groups: Sequence[DataProto], wanted: int) -> DataProto:
+def join_groups(batches: Sequence[DataProto], wanted: int) -> DataProto:
     """Return the first ``wanted`` groups of several generated batches.
 
     Args:
-        kept: generated batches with the rows to keep, at least one row in total; ``uid`` is unique within a batch only.
+        batches: generated batches with the rows to keep, at least one row in total; ``uid`` is unique within a batch
+            only.
         wanted: maximum number of groups.
     """
     joined: list[DataProto] = []
-    names = [name for name in ("uid", "rollout_index") if name in groups[0]]
+    names = [name for name in ("uid", "rollout_index") if name in batches[0]]
     offsets = dict.fromkeys(names, 0)
-    for batch in groups:
+    for batch in batches:
         if len(batch):
             joined.append(batch.with_columns({name: batch[name] + offsets[name] for name in names}))
             offsets = {name: offsets[name] + int(batch[name].max()) + 1 for name in names}

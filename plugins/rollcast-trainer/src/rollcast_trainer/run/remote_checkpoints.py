@@ -66,7 +66,7 @@ class RemoteCheckpoints:
 
         Args:
             step: step of the checkpoint.
-            kept: steps of the checkpoints in the run directory; other ones are removed from the copy.
+            steps: steps of the checkpoints in the run directory; other ones are removed from the copy.
         """
         self.wait()
         self._copying = self._executor.submit(self._push, step, frozenset({step, *steps}))

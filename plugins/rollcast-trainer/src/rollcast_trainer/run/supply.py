@@ -58,7 +58,7 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
     for key, names in (("insert", changes.insert), ("replace", changes.replace), ("remove", changes.remove)):
         for name in (*names, *(changes.replace.values() if key == "replace" else ())):
             stages.find(name, requested_by=f"trainer.stages.{key}")
-    writers: dict[str, StageSpec] = {}
+    specs: dict[str, StageSpec] = {}
     for name in stages.names():
         if name in changes.remove or name in changes.replace:
             continue
@@ -72,10 +72,10 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
         # Outside the handler: if declare() fails because a plugin of the stage is missing, the error must end the run.
         spec = stage.declare(run)
         if spec is not None:
-            writers[name] = spec
+            specs[name] = spec
         elif name in wanted:
             raise ConfigError(f"trainer.stages names {name!r}, which does not apply to a run with this configuration")
-    return writers
+    return specs
 
 
 def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[dict[str, StageSpec], Changes]:
@@ -107,7 +107,7 @@ def supply(
     Args:
         goals: names of stages; each is in the list unless the recipe removes it.
         specs: declarations by name.
-        given: columns of the batch that the first stage receives.
+        present: columns of the batch that the first stage receives.
         changes: changes of the recipe; None for none.
 
     Raises:
