@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +10,10 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
-from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.contracts.weights import WeightReport
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_testing.tiny import tiny_model_folder
-
-
-class ListEngine:
-    """As much of an engine as a weight sync needs: named tensors."""
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.named = list(named)
-        self.gathered = 0
-        self.adapter: AdapterWeights | None = None
-
-    def get_adapter(self) -> AdapterWeights | None:
-        return self.adapter
-
-    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        for entry in self.named:
-            self.gathered += 1
-            yield entry
 
 
 class KeepingTarget:

@@ -13,13 +13,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_tools import KeepingTarget, ListEngine
+from serving_tools import KeepingTarget
 
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.casting import WeightCast
 from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.syncs import delta
+from rollcast_serving.testing.weight_syncs import NamedTensors
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -46,7 +47,7 @@ def check(target: KeepingTarget, named: Named) -> None:
 )
 def test_any_changes_arrive_bit_for_bit(steps: list[list[int]], dtype: torch.dtype) -> None:
     named: Named = [("a", torch.randn(20, 20).to(dtype)), ("b", torch.zeros(400).to(dtype))]
-    engine, target = ListEngine(named), KeepingTarget()
+    engine, target = NamedTensors(named), KeepingTarget()
     sync = make(engine, [target])
     send(sync, 0)
     for version, places in enumerate(steps, 1):
@@ -62,7 +63,7 @@ def test_any_changes_arrive_bit_for_bit(steps: list[list[int]], dtype: torch.dty
 
 def test_only_what_changed_is_written() -> None:
     weight = torch.randn(1000, 1000)
-    engine, target = ListEngine([("w", weight)]), KeepingTarget()
+    engine, target = NamedTensors([("w", weight)]), KeepingTarget()
     sync = make(engine, [target])
     send(sync, 1)
     assert sync.written_bytes == 4_000_000
@@ -79,7 +80,7 @@ def test_only_what_changed_is_written() -> None:
 
 def test_most_bfloat16_weights_stay_in_a_small_step() -> None:
     weight = torch.randn(500, 500, generator=torch.Generator().manual_seed(0)) * 0.02
-    engine, target = ListEngine([("w", weight)]), KeepingTarget()
+    engine, target = NamedTensors([("w", weight)]), KeepingTarget()
     sync = make(engine, [target], cast=WeightCast("bfloat16"))
     send(sync, 1)
     weight += 1e-6 * torch.randn(500, 500, generator=torch.Generator().manual_seed(1)).sign()  # a step of Adam
@@ -90,7 +91,7 @@ def test_most_bfloat16_weights_stay_in_a_small_step() -> None:
 
 def test_a_replica_that_is_new_gets_everything_and_the_others_changes() -> None:
     weight = torch.randn(100, 100)
-    engine, old, new = ListEngine([("w", weight)]), KeepingTarget(), KeepingTarget()
+    engine, old, new = NamedTensors([("w", weight)]), KeepingTarget(), KeepingTarget()
     sync = make(engine, [old])
     send(sync, 1)
     sync.targets = [new, old]
@@ -124,7 +125,7 @@ class Failing(KeepingTarget):
 @pytest.mark.parametrize("error", [RolloutError("dead"), WeightSyncError("no room")], ids=["dead", "refused"])
 def test_after_a_failure_nothing_is_patched(error: Exception) -> None:
     named: Named = [("a", torch.randn(50)), ("b", torch.randn(50))]
-    engine, failing, well = ListEngine(named), Failing(), KeepingTarget()
+    engine, failing, well = NamedTensors(named), Failing(), KeepingTarget()
     sync = make(engine, [failing, well], bucket_bytes=200)
     send(sync, 1)
     failing.error = error
@@ -144,7 +145,7 @@ def test_after_a_failure_nothing_is_patched(error: Exception) -> None:
 
 def test_a_patch_for_weights_that_are_not_held_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100)
-    sync = make(ListEngine([("w", weight)]), [KeepingTarget()])
+    sync = make(NamedTensors([("w", weight)]), [KeepingTarget()])
     send(sync, 1)
     monkeypatch.setattr(delta, "_held", {})  # as in a replica that was started again under the same address
     weight[0] = 1
@@ -155,7 +156,7 @@ def test_a_patch_for_weights_that_are_not_held_is_refused(monkeypatch: pytest.Mo
 
 def test_weights_that_differ_from_the_senders_are_refused() -> None:
     weight = torch.randn(100)
-    sync = make(ListEngine([("w", weight)]), [KeepingTarget()])
+    sync = make(NamedTensors([("w", weight)]), [KeepingTarget()])
     send(sync, 1)
     (held,) = [each for each in delta._held.values() if "w" in each and torch.equal(each["w"], weight)]
     held["w"][5] += 1
@@ -166,7 +167,7 @@ def test_weights_that_differ_from_the_senders_are_refused() -> None:
 
 def test_an_adapter_leaves_the_base_known() -> None:
     weight = torch.randn(100)
-    engine, target = ListEngine([("w", weight)]), KeepingTarget()
+    engine, target = NamedTensors([("w", weight)]), KeepingTarget()
     sync = make(engine, [target])
     send(sync, 1)
     engine.adapter = AdapterWeights({"r": 1}, {"w.lora_A": torch.ones(4)})
@@ -187,7 +188,7 @@ def test_a_folder_may_be_a_url(tmp_path: Path) -> None:
         for url in ("memory://weights", f"file://{tmp_path}/weights"):
             target = KeepingTarget()
             settings = SyncSettings(timeout_s=20.0, folder=url)
-            sync = weight_syncs.get(sync_name)(ListEngine([("w", weight)]), [target], settings)
+            sync = weight_syncs.get(sync_name)(NamedTensors([("w", weight)]), [target], settings)
             for version in (1, 2):
                 weight[0] = version
                 asyncio.run(sync.sync(version))
@@ -218,12 +219,12 @@ def test_a_file_system_that_is_missing_names_its_package(url: str, words: str, m
     )
     monkeypatch.setitem(import_module("fsspec.registry")._registry, "native", Native)
     with pytest.raises(WeightSyncError, match=rf"^rollout\.sync_folder={url}/weights-.* cannot be opened: {words}"):
-        send(make(ListEngine([("w", torch.randn(10))]), [KeepingTarget()], folder=url), 1)
+        send(make(NamedTensors([("w", torch.randn(10))]), [KeepingTarget()], folder=url), 1)
 
 
 def test_a_replica_keeps_one_copy_whatever_happens_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "_held", {})
-    engine, survivor, failing = ListEngine([("w", torch.randn(50))]), KeepingTarget(), Failing()
+    engine, survivor, failing = NamedTensors([("w", torch.randn(50))]), KeepingTarget(), Failing()
     sync = make(engine, [survivor, failing])
     send(sync, 0)
     for version in (1, 2, 3):

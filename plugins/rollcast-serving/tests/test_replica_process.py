@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from serving_tools import EOS, ListEngine, greedy, load_model, make_requests, write_model
+from serving_tools import EOS, greedy, load_model, make_requests, write_model
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import ConfigError, PluginNotFoundError, RequestError, RolloutError, WeightSyncError
@@ -26,6 +26,7 @@ from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
 from rollcast_serving.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec, find_cause
+from rollcast_serving.testing.weight_syncs import NamedTensors
 
 pytestmark = pytest.mark.long
 
@@ -68,7 +69,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
     other = load_model(write_model(tmp_path / "other", seed=1))
     named = list(other.named_parameters())
     for version, name in enumerate(["shared_memory", "collective", "disk", "delta", "delta"], 4):
-        sync = weight_syncs.get(name)(ListEngine(named), [ReplicaReceiver(address)], SyncSettings(50_000, 30.0))  # type: ignore[arg-type]
+        sync = weight_syncs.get(name)(NamedTensors(named), [ReplicaReceiver(address)], SyncSettings(50_000, 30.0))  # type: ignore[arg-type]
         (report,) = asyncio.run(sync.sync(version))
         assert (report.version, report.tensors) == (version, len(named))
         assert report.load_seconds <= report.seconds
@@ -94,7 +95,7 @@ def test_stops_at_every_stop_token(start_replica: Start, model_folder: Path) -> 
 def test_wrong_weights_stop_it_until_right_ones_come(shared_replica: Started, model_folder: Path) -> None:
     _, address = shared_replica
     named = list(load_model(model_folder).named_parameters())
-    engine = ListEngine([*named, ("model.no_such.weight", named[0][1])])
+    engine = NamedTensors([*named, ("model.no_such.weight", named[0][1])])
     sync = weight_syncs.get("shared_memory")(engine, [ReplicaReceiver(address)], SyncSettings(timeout_s=30.0))  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError, match=r"replica 0.*no_such\.weight") as caught:
         asyncio.run(sync.sync(1))

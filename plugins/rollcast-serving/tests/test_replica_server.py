@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from serving_tools import ListEngine, make_requests
+from serving_tools import make_requests
 
 from rollcast.contracts.rollout import (
     BaseRollout,
@@ -31,6 +31,7 @@ from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_serving.server import build_app
+from rollcast_serving.testing.weight_syncs import NamedTensors
 
 TOKEN = "token"
 #: Prompt of which nothing has been sampled when it is aborted.
@@ -276,7 +277,7 @@ def test_an_adapter_update_leaves_the_event_loop_free() -> None:
     """The buckets come only after another request was answered meanwhile."""
     answered = threading.Event()
 
-    class Late(ListEngine):
+    class Late(NamedTensors):
         def get_per_tensor_param(self) -> Any:
             raise NotImplementedError
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_tools import KeepingTarget, ListEngine, many_tensors
+from serving_tools import KeepingTarget, many_tensors
 from torch.multiprocessing import reductions
 
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
@@ -31,6 +31,7 @@ from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import collective, cuda_ipc, sending, shared_memory
+from rollcast_serving.testing.weight_syncs import NamedTensors
 from rollcast_testing.cuda import needs_devices, on_cuda
 
 SYNCS = ["shared_memory", "cuda_ipc", "collective", "disk", "delta"]
@@ -67,7 +68,7 @@ def put_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
 def test_what_is_sent_arrives(name: str, bucket_bytes: int) -> None:
     targets = [KeepingTarget(), KeepingTarget()]
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     sync = make(name, engine, targets, bucket_bytes=bucket_bytes)
     for version in (1, 2, 3):
         engine.named = many_tensors(version)
@@ -87,12 +88,12 @@ def test_what_is_sent_arrives(name: str, bucket_bytes: int) -> None:
 def test_views_and_gradients_are_sent_as_values(name: str) -> None:
     weight = torch.randn(8, 6).T.requires_grad_()
     target = KeepingTarget()
-    asyncio.run(make(name, ListEngine([("w", weight)]), [target]).sync(1))
+    asyncio.run(make(name, NamedTensors([("w", weight)]), [target]).sync(1))
     assert torch.equal(target.held["w"], weight)
 
 
 def test_a_rank_without_targets_takes_part(name: str) -> None:
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     assert asyncio.run(make(name, engine, []).sync(1)) == []
     assert engine.gathered == len(engine.named)
 
@@ -142,7 +143,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["corrupted", "missing", "stale"])
 def test_a_wrong_tensor_is_named(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ListEngine(many_tensors(1))
+    engine = NamedTensors(many_tensors(1))
     sync = make(name, engine, [KeepingTarget(), KeepingTarget()], bucket_bytes=5000)
     asyncio.run(sync.sync(1))
     engine.named, engine.gathered = many_tensors(2), 0
@@ -165,7 +166,7 @@ def test_a_report_of_something_else_is_refused(name: str) -> None:
             return replace(super().receive_weights(*args), **self.lie)
 
     target = Liar()
-    sync = make(name, ListEngine(many_tensors()), [target])
+    sync = make(name, NamedTensors(many_tensors()), [target])
     for lie, words in (
         ({"version": 8}, "version 8"),
         ({"tensors": 6}, "6 tensors"),
@@ -204,7 +205,7 @@ class Dying(KeepingTarget):
 def test_a_replica_that_dies_costs_no_other_its_weights(name: str, after: int, silently: bool) -> None:
     living = [KeepingTarget(), KeepingTarget()]
     dying = Dying(after, silently)
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     # Nothing may wait for this long.
     sync = make(name, engine, [living[0], dying, living[1]], timeout_s=600.0, bucket_bytes=200)
     first, error, second = asyncio.run(sync.sync(5))
@@ -224,7 +225,7 @@ def test_a_replica_that_dies_costs_no_other_its_weights(name: str, after: int, s
 
 
 def test_all_targets_dead(name: str) -> None:
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     sync = make(name, engine, [Dying(0, False), Dying(0, False)], timeout_s=600.0)
     assert [type(each) for each in asyncio.run(sync.sync(1))] == [RolloutError, RolloutError]
     assert engine.gathered == len(engine.named)
@@ -242,7 +243,7 @@ def test_a_target_that_hangs_is_told(name: str) -> None:
             raise RolloutError("too late")
 
     hanging, living = Hanging(), KeepingTarget()
-    sync = make(name, ListEngine(many_tensors()), [hanging, living], timeout_s=1.0, bucket_bytes=1)
+    sync = make(name, NamedTensors(many_tensors()), [hanging, living], timeout_s=1.0, bucket_bytes=1)
     error, report = asyncio.run(sync.sync(5))
     released.set()
     assert "did not take a bucket within 1 s" in str(error)
@@ -266,7 +267,7 @@ def test_shared_memory_keeps_two_buffers_and_leaves_nothing() -> None:
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     before = descriptors()
     sync = make("shared_memory", engine, [KeepingTarget()], bucket_bytes=200)
     counts = []
@@ -294,7 +295,7 @@ def test_a_collective_group_is_kept_while_all_is_well(monkeypatch: pytest.Monkey
         joined.clear()
         return ranks
 
-    engine, first, second = ListEngine(many_tensors()), KeepingTarget(), KeepingTarget()
+    engine, first, second = NamedTensors(many_tensors()), KeepingTarget(), KeepingTarget()
     sync = make("collective", engine, [first, second], bucket_bytes=3000)
     for version in range(4):
         engine.named = many_tensors(version)
@@ -330,7 +331,7 @@ def test_a_collective_group_ends_with_a_report_that_is_refused(monkeypatch: pyte
             return dataclasses.replace(report, bytes=1) if self.lies else report
 
     liar, numbers = Liar(), []
-    sync = make("collective", ListEngine(many_tensors()), [liar])
+    sync = make("collective", NamedTensors(many_tensors()), [liar])
     original = collective._receive
     monkeypatch.setattr(collective, "_receive", lambda source: numbers.append(source["number"]) or original(source))
     asyncio.run(sync.sync(1))
@@ -346,7 +347,7 @@ def test_a_collective_group_ends_with_a_report_that_is_refused(monkeypatch: pyte
 
 def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "_members", {})
-    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    engine, target = NamedTensors(many_tensors()), KeepingTarget()
     syncs = [make("collective", engine, [target]) for _ in range(3)]
     for sync in syncs[:2]:
         asyncio.run(sync.sync(1))
@@ -360,7 +361,7 @@ def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytes
 
 
 def test_disk_leaves_nothing(tmp_path: Path) -> None:
-    asyncio.run(make("disk", ListEngine(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
+    asyncio.run(make("disk", NamedTensors(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
     assert list((tmp_path / "w").iterdir()) == []
 
 
@@ -371,7 +372,7 @@ def test_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_any_tensors_by_shared_memory(shapes: list[tuple[int, str]]) -> None:
     named = [(str(index), torch.arange(size).to(getattr(torch, dtype))) for index, (size, dtype) in enumerate(shapes)]
     target = KeepingTarget()
-    asyncio.run(make("shared_memory", ListEngine(named), [target], bucket_bytes=4000).sync(1))
+    asyncio.run(make("shared_memory", NamedTensors(named), [target], bucket_bytes=4000).sync(1))
     assert all(torch.equal(target.held[each], tensor) for each, tensor in named)
     assert shared_memory.SharedMemorySync.capabilities.same_node
 
@@ -395,7 +396,7 @@ def test_every_process_of_an_engine_gets_all(name: str) -> None:
             return report
 
     targets: list[Any] = [TwoProcesses(), KeepingTarget(), TwoProcesses()]
-    engine = ListEngine(many_tensors())
+    engine = NamedTensors(many_tensors())
     asyncio.run(make(name, engine, targets, bucket_bytes=3000).sync(4))
     held = [targets[0].held, targets[0].other, targets[1].held, targets[2].held, targets[2].other]
     for each, tensor in engine.named:
@@ -410,7 +411,7 @@ def test_only_the_adapter_travels_once_the_base_is_there(name: str) -> None:
             return super().receive_weights(sync, source, version)
 
     lora = [("q.lora_A.weight", torch.randn(4, 8)), ("q.lora_B.weight", torch.randn(8, 4))]
-    engine, target = ListEngine(many_tensors()), Remembering()
+    engine, target = NamedTensors(many_tensors()), Remembering()
     engine.adapter = AdapterWeights({"r": 4, "lora_alpha": 8}, dict(lora))
     sync = make(name, engine, [target])
     (report,) = asyncio.run(sync.sync(1))
@@ -429,7 +430,7 @@ def test_only_the_adapter_travels_once_the_base_is_there(name: str) -> None:
 
 def test_a_narrower_rollout_is_sent_its_own_dtype(name: str) -> None:
     named = many_tensors()
-    engine, target = ListEngine(named), KeepingTarget()
+    engine, target = NamedTensors(named), KeepingTarget()
     sync = make(name, engine, [target, KeepingTarget()], bucket_bytes=5000, cast=WeightCast("bfloat16"))
     for report in asyncio.run(sync.sync(1)):  # attested: the checksums are of what arrived
         assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in target.held.values())
@@ -444,7 +445,7 @@ def test_a_narrower_rollout_is_sent_its_own_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("spoiled", ["corrupted", "missing"])
 def test_a_cast_tensor_that_arrives_wrong_is_named(name: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = make(name, ListEngine(many_tensors()), [KeepingTarget()], cast=WeightCast("bfloat16"))
+    sync = make(name, NamedTensors(many_tensors()), [KeepingTarget()], cast=WeightCast("bfloat16"))
     spoil(monkeypatch, name, spoiled)
     with pytest.raises(WeightSyncError) as caught:
         asyncio.run(sync.sync(1))
@@ -511,7 +512,7 @@ def test_what_the_model_holds_in_float32_is_sent_in_it(tmp_path: Path) -> None:
 
 def test_adapters_are_sent_as_they_are(name: str) -> None:
     lora = {"q.lora_A.weight": torch.randn(4, 8), "q.lora_B.weight": torch.randn(8, 4)}
-    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    engine, target = NamedTensors(many_tensors()), KeepingTarget()
     engine.adapter = AdapterWeights({"r": 4, "lora_alpha": 8}, lora)
     sync = make(name, engine, [target], cast=WeightCast("bfloat16"))
     asyncio.run(sync.sync(1))
@@ -535,7 +536,7 @@ def test_the_dtype_that_a_key_stands_for(dtype: str, on_cpu: bool, loaded: str |
 
 def test_a_device_s_memory_is_described_once_and_settled_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     done = put_on_the_cpu(monkeypatch)
-    sync = make("cuda_ipc", ListEngine(many_tensors()), [KeepingTarget()], bucket_bytes=1 << 30)
+    sync = make("cuda_ipc", NamedTensors(many_tensors()), [KeepingTarget()], bucket_bytes=1 << 30)
     asyncio.run(sync.sync(1))
     assert done == ["settle", "describe", "settle"]  # written, told, and read
     asyncio.run(sync.sync(2))
@@ -597,7 +598,7 @@ def test_another_process_reads_the_device_s_memory() -> None:
             assert process.exitcode == 0
             return results.get()
 
-    engine = ListEngine([(name, tensor.cuda()) for name, tensor in many_tensors()])
+    engine = NamedTensors([(name, tensor.cuda()) for name, tensor in many_tensors()])
     before = torch.cuda.memory_allocated()
     sync = make("cuda_ipc", engine, [Elsewhere()], timeout_s=300.0)
     (report,) = asyncio.run(sync.sync(1))  # the sync holds its checksums against what was sent
@@ -632,7 +633,7 @@ def test_a_collective_reaches_another_process(device: str, visible: str) -> None
             process.join(60)
             return report
 
-    engine = ListEngine([(name, tensor.to(device)) for name, tensor in many_tensors()])
+    engine = NamedTensors([(name, tensor.to(device)) for name, tensor in many_tensors()])
     sync = make("collective", engine, [Elsewhere()], timeout_s=120.0)
     (report,) = asyncio.run(sync.sync(1))  # the sync holds its checksums against what was sent
     assert report.tensors == len(engine.named)
