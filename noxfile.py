@@ -92,6 +92,8 @@ GPU_PARTS = {
     "vllm": ["rollcast-vllm/tests/test_vllm_on_cuda.py"],
     "sglang": ["rollcast-sglang/tests/test_sglang_on_cuda.py"],
 }
+#: Argument of the test sessions that runs every case of every test.
+EXHAUSTIVE = "--exhaustive"
 #: The part of the session `gpu` that measures and tests nothing.
 GPU_BENCH = "bench"
 #: Requirements of verl's controller and algorithms; its other requirements are for its trainers.
@@ -200,7 +202,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests on installed wheels; put a path or `-k` after `--` to select some."""
+    """Run all tests on installed wheels; `-- --exhaustive` runs every case, a path or `-k` after `--` selects some."""
     libraries = chain.from_iterable(TEST_LIBRARIES.values())
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *REPOSITORY_TOOLS, *libraries)
     session.env["OMP_NUM_THREADS"] = "1"
@@ -214,6 +216,13 @@ def plugin(session: nox.Session, name: str) -> None:
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """Run a worker group and the commands with the core alone: no plugin is installed."""
+    install(session, {"rollcast"})
+    session.run("python", str(DISTRIBUTIONS["rollcast"] / "tests" / "run_alone.py"))
 
 
 @nox.session(default=False)
@@ -268,22 +277,21 @@ def tests_older_sglang(session: nox.Session, version: str) -> None:
 
 @nox.session
 def tests_environments(session: nox.Session) -> None:
-    """Run rollcast-agents' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
-    name = "rollcast-agents"
+    """Run rollcast-gyms' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
+    name = "rollcast-gyms"
     extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
-    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
+    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES["rollcast-agents"], "msgspec"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
     # gem-llm requires an antlr that hydra excludes, and older versions of the extras' packages.
     session.install("-q", "--no-deps", "gem-llm==0.1.0")
     session.env["OMP_NUM_THREADS"] = "1"
-    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
-    run_tests(session, *map(str, files))
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
 
 
 @nox.session
 def tests_verifiers(session: nox.Session) -> None:
-    """Run rollcast-agents' tests of verifiers' tasksets; installing verifiers takes four minutes."""
-    name = "rollcast-agents"
+    """Run rollcast-gyms' tests of verifiers' tasksets; installing verifiers takes four minutes."""
+    name = "rollcast-gyms"
     pins = pins_without(session, "mcp", "mcp-types", "openai")
     libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=pins)
@@ -321,6 +329,15 @@ def tests_trackers(session: nox.Session) -> None:
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
     run_tests(session, *map(str, sorted((DISTRIBUTIONS[name] / "tests").glob("test_service_*.py"))))
+
+
+@nox.session
+def dryrun(session: nox.Session) -> None:
+    """Run the CUDA paths of the engines without a device: every cell of rollcast-dryrun's table."""
+    name = "rollcast-dryrun"
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES["rollcast-fsdp"])
+    session.env.update({"OMP_NUM_THREADS": "1", "ROLLCAST_ALL_CASES": "1"})
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), spread=["-n", str(os.cpu_count() or 1)])
 
 
 @nox.session(default=False)
@@ -490,10 +507,13 @@ def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), p
     """Run pytest with the options ``spread``; run failed tests a second time, alone and in a new process.
 
     Both attempts are printed: a test that passes only the second time depends on time, load or another test.
-    Arguments after ``--`` replace ``spread``, and the tests then run once.
+    ``-- --exhaustive`` runs every case of every test. Other arguments after ``--`` replace ``spread``, and the tests
+    then run once.
     """
-    if session.posargs:
-        session.run(python, *PYTEST, *folders, *session.posargs, external=True)
+    if is_exhaustive(session):
+        session.env["ROLLCAST_ALL_CASES"] = "1"
+    if arguments := selection(session):
+        session.run(python, *PYTEST, *folders, *arguments, external=True)
         return
     cache = workspace(session) / "pytest-cache"
     shutil.rmtree(cache, ignore_errors=True)
@@ -507,6 +527,16 @@ def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), p
             raise
         session.warn(f"second attempt for {', '.join(failed)}")
         session.run(*command, "--last-failed", "--last-failed-no-failures", "none", *folders, external=True)
+
+
+def selection(session: nox.Session) -> list[str]:
+    """Return pytest's arguments after ``--``."""
+    return [argument for argument in session.posargs if argument != EXHAUSTIVE]
+
+
+def is_exhaustive(session: nox.Session) -> bool:
+    """Return True if every case of every test is to run."""
+    return EXHAUSTIVE in session.posargs or bool(os.environ.get("ROLLCAST_ALL_CASES"))
 
 
 def in_processes() -> list[str]:
@@ -533,18 +563,18 @@ def engine_tests(session: nox.Session, name: str, engine: str | None = None) -> 
     )
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, str(folder / "tests"))
-    if not session.posargs:
+    if not selection(session):
         train_elsewhere(session, name)
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
     """Run the tests of a trainer in one environment with replicas in the session's environment.
 
-    With ROLLCAST_ALL_CASES, the pretrained model trains too.
+    With ``-- --exhaustive``, the pretrained model trains too.
     """
     files = ["tests/engines/test_replicas_elsewhere.py"]
     trainer = install_trainer(session)
-    if os.environ.get("ROLLCAST_ALL_CASES"):
+    if is_exhaustive(session):
         session.run_install(str(trainer), "-m", "pip", "install", "-q", "--no-deps", SMOLLM_MODEL, external=True)
         files.append(str(DISTRIBUTIONS[SMOLLM] / "tests" / "test_smollm_replicas.py"))
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")

@@ -1,58 +1,22 @@
-"""Write the tables of keys into the docs, from the schemas that own the keys.
+"""Write ``docs/configuration-reference.md``: every key of every schema in this repository, with its sentence.
 
-A block ``<!-- keys: PATH [OVERRIDES] -->`` … ``<!-- end -->`` in a Markdown file holds the table of a section: every
-key below PATH that its own schema declares, with type, default and doc sentence. OVERRIDES choose the plugins.
-``docs/configuration-reference.md`` is written whole: every key of every schema in this repository.
-
-    python .ci/config_tables.py [--check]
+python .ci/config_tables.py [--check]
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcast import compose
 from rollcast.config import sections as schemas
-from rollcast.config.assembly import Composed
 from rollcast.config.sources import find_sources, load_schemas
-from rollcast.contracts.config import ConfigSchema, flatten
+from rollcast.contracts.config import ConfigSchema
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- keys: (\S+)((?: \S+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-PATTERNS = ("README.md", "docs/*.md", "plugins/*/README.md", "contrib/*/README.md")
-
-
-@functools.cache
-def composed(overrides: tuple[str, ...]) -> Composed:
-    """Compose with mandatory values left open."""
-    return compose(["trainer=ppo", *overrides] if overrides else ["trainer=ppo"], allow_missing=True)
-
-
-def table(path: str, overrides: tuple[str, ...]) -> str:
-    """Return the Markdown table of a section."""
-    found: dict[str, tuple[str, ...]] = {}
-    for each in composed(overrides).sections.placed:
-        if each.hosts is not None and each.path != path:
-            continue  # an engine has a table of its own
-        docs = schemas.walk_docs(each.path, each.schema)
-        defaults = flatten(schemas.nest(each.path, schemas.defaults_of(each.schema)))
-        for key, kind in schemas.walk(each.path, each.schema):
-            name = key.removeprefix(f"{path}.")
-            if name != key and schemas.dataclass_in(kind) is None and schemas.hosts_of(kind) is None:
-                default = show_default(defaults.get(key), kind)
-                found.setdefault(name, (f"`{name}`", schemas.describe(kind, 0), default, docs.get(key, "")))
-    if not found:
-        raise SystemExit(f"no schema holds at {path!r} with {' '.join(overrides)}")
-    rows = ["| key | values | default | |", "|---|---|---|---|"]
-    rows += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in found.values()]
-    return "\n".join(rows) + "\n"
 
 
 def show_default(value: Any, kind: Any) -> str:
@@ -60,13 +24,6 @@ def show_default(value: Any, kind: Any) -> str:
     mark = schemas.on_accelerator(kind)
     return f"`{json.dumps(value)}`" + (f"; `{json.dumps(mark.value)}` on an accelerator" if mark else "")
 
-
-def render(text: str) -> str:
-    """Return a page with every block's table as it has to be."""
-    return BLOCK.sub(lambda block: block[1] + table(block[2], tuple(block[3].split())) + block[4], text)
-
-
-# -- the reference ------------------------------------------------------------------------------
 
 REFERENCE = ROOT / "docs" / "configuration-reference.md"
 INTRODUCTION = """# Configuration reference
@@ -80,6 +37,7 @@ Every key that a distribution of this repository declares. `rollcast explain KEY
 
 This page is generated from the schemas (`nox -s config_docs`).
 """
+TOP_LEVEL, ROLE_ENGINE = "Top level", "Engine of a role"  # the other sections are named by their first key
 
 
 @dataclass(frozen=True)
@@ -131,14 +89,14 @@ def render_reference() -> str:
         option = f"{entry.group}={entry.option}" if entry.option else ""
         for row in rows_of(entry):
             head, dot, _ = row.key.partition(".")
-            section = "<role>.engine" if head == "<role>" else head if dot else "Top level"
+            section = ROLE_ENGINE if head == "<role>" else head if dot else TOP_LEVEL
             found[section].setdefault(row, []).append(option)
             variants[section].add(option)
     parts = [INTRODUCTION]
-    for section in sorted(found, key=lambda name: (name != "Top level", name)):
+    for section in sorted(found, key=lambda name: (name != TOP_LEVEL, name != ROLE_ENGINE, name)):
         # A schema without an option holds with every one.
         rows = {row: sorted(variants[section] if "" in given else given) for row, given in found[section].items()}
-        title = section if section == "Top level" else f"`{section}`"
+        title = section if section in (TOP_LEVEL, ROLE_ENGINE) else f"`{section}`"
         parts.append(f"## {title}\n\n{section_table(rows, variants[section])}")
     return "\n".join([*parts, render_options()])
 
@@ -155,18 +113,15 @@ def render_options() -> str:
 
 
 def main() -> int:
-    """Write the pages; with ``--check`` only name those that are stale."""
-    stale = []
-    pages = [page for pattern in PATTERNS for page in sorted(ROOT.glob(pattern)) if page != REFERENCE]
-    for page in [*pages, REFERENCE]:
-        text = page.read_text(encoding="utf-8") if page.is_file() else ""
-        new = render_reference() if page == REFERENCE else render(text)
-        if new != text:
-            stale.append(str(page.relative_to(ROOT)))
-            if "--check" not in sys.argv:
-                page.write_text(new, encoding="utf-8")
-    sys.stdout.write("".join(f"{'stale' if '--check' in sys.argv else 'wrote'}: {page}\n" for page in stale))
-    return 1 if stale and "--check" in sys.argv else 0
+    """Write the page; with ``--check`` only say whether it is stale."""
+    new = render_reference()
+    if REFERENCE.is_file() and REFERENCE.read_text(encoding="utf-8") == new:
+        return 0
+    if "--check" in sys.argv:
+        sys.stdout.write(f"stale: {REFERENCE.relative_to(ROOT)}\n")
+        return 1
+    REFERENCE.write_text(new, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

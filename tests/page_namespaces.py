@@ -168,7 +168,12 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         namespace |= {"argument": 1, "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "is_last_stage": True}
         namespace["RayWorkerGroup"] = rollcast_ray.RayWorkerGroup
         nothing = SimpleNamespace(stages=[lambda batch: batch], register_mesh=lambda *_, **__: None)
-        yield {**namespace, "self": nothing, EACH: {"batch": batch, "group": group, "actor": actor, "critic": critic}}
+        yield {
+            **namespace,
+            "self": nothing,
+            "run": nothing,
+            EACH: {"batch": batch, "group": group, "actor": actor, "critic": critic},
+        }
 
 
 class Configured(Policy):
@@ -207,6 +212,16 @@ def setup(page: str) -> Callable[[Callable[[pytest.MonkeyPatch], Any]], Any]:
         return function
 
     return add
+
+
+@setup("docs/dry-runs.md")
+@setup("plugins/rollcast-dryrun/README.md")
+def dry_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    from rollcast_dryrun.native import find_compiler
+
+    if find_compiler() is None:
+        pytest.skip("a dry run needs a C++ compiler")
+    yield {}
 
 
 @setup("docs/conformance.md")

@@ -31,7 +31,8 @@ def modules() -> list[str]:
     """Return the names of the surface's modules: the core's, and the contracts that other distributions host."""
     contracts = importlib.import_module("rollcast.contracts")
     core = sorted(f"rollcast.contracts.{module.name}" for module in pkgutil.iter_modules(contracts.__path__))
-    files = [*REPOSITORY.glob("plugins/*/src/*/contract.py"), *REPOSITORY.glob("plugins/*/src/*/contracts/[a-z]*.py")]
+    patterns = ("api.py", "contract.py", "contracts/[a-z]*.py")
+    files = [file for pattern in patterns for file in REPOSITORY.glob(f"plugins/*/src/*/{pattern}")]
     hosted = sorted(".".join(file.relative_to(REPOSITORY).with_suffix("").parts[3:]) for file in files)
     return ["rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins", *core, *hosted]
 
@@ -125,9 +126,8 @@ def describe(module: str) -> Iterator[tuple[int, str, str]]:
     loaded = importlib.import_module(module)
     for name in public_names(loaded):
         value = getattr(loaded, name)
-        home = getattr(value, "__module__", module)
-        elsewhere = home in modules() and home != module and module != home
-        if elsewhere and name in public_names(importlib.import_module(home)):
+        home = _home(module, name, value)
+        if home != module:
             yield 0, f"{name} = {home}.{name}", ""
         elif inspect.isclass(value):
             bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
@@ -142,6 +142,17 @@ def describe(module: str) -> Iterator[tuple[int, str, str]]:
             yield 0, f"{name} = Registry({value.group!r})", ""
         else:
             yield 0, f"{name}: {_default(value) if len(_default(value)) < 200 else type(value).__name__}", ""
+
+
+def _home(module: str, name: str, value: Any) -> str:
+    """Return the public module that describes a name: its own, or the one that the facade takes it from."""
+    own = getattr(value, "__module__", module)
+    others = modules()[1:] if module == "rollcast" else [own] if own in modules() else []
+    for other in others:
+        loaded = importlib.import_module(other)
+        if name in public_names(loaded) and getattr(loaded, name) is value:
+            return other
+    return module
 
 
 def _is_plain(value: Any) -> bool:
@@ -171,7 +182,15 @@ def render_reference() -> str:
         loaded = importlib.import_module(module)
         blocks.append(f"## `{module}`\n")
         blocks.append(f"{summary_of_module(loaded)}\n")
+        hidden = False
         for depth, text, sentence in describe(module):
+            # The keys of a section are on the page of all keys.
+            hidden = hidden and depth > 0
+            if hidden:
+                continue
+            name = text.removeprefix("class ").partition("(")[0].partition("[")[0]
+            if depth == 0 and hasattr(getattr(loaded, name, None), "__pydantic_config__"):
+                hidden, text = True, f"class {name}"
             tail = f"  \n{'  ' * depth}  {_escape(sentence)}" if sentence else ""
             blocks.append(f"{'  ' * depth}- `{text}`{tail}")
         blocks.append("")

@@ -57,9 +57,9 @@ def test_planted_faults_are_all_named_with_their_mends(rollcast: Commands) -> No
         "rollout: vLLM": (sys.executable, "rollcast-vllm[cuda]"),
         "prefix": ("does not keep earlier turns", "agent.renderer"),
     }
-    for name, (text, mend) in planted.items():
-        assert text in faults[name]["found"], faults[name]
-        assert mend in faults[name]["mend"], faults[name]
+    for name, (text, fix) in planted.items():
+        assert text in faults[name]["message"], faults[name]
+        assert fix in faults[name]["fix"], faults[name]
     broken = [row for row in found if row["name"] == "health check"]
     assert not broken, "a planted fault broke the check itself"
 

@@ -1,7 +1,8 @@
-"""Every dotted name on a page is a module, an attribute of one, or a group of plugins."""
+"""Every dotted name on a page is a module, an attribute of one, or a group of plugins; benchmarks import what exists."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -49,3 +50,11 @@ def resolves(name: str) -> bool:
 def test_dotted_names_resolve(page: Path) -> None:
     groups = set(describe_groups())
     assert [name for name in dotted_names(page) if name not in groups and not resolves(name)] == []
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("tests/benchmarks/*.py")), ids=lambda file: file.name)
+def test_benchmarks_import_what_exists(file: Path) -> None:
+    """No session of the tests runs them."""
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = [f"{node.module}.{alias.name}" for node in imports for alias in node.names if node.level == 0]
+    assert [name for name in names if name.startswith("rollcast") and not resolves(name)] == []

@@ -114,6 +114,7 @@ def test_goes_on_after_kill_9_as_if_nothing_had_happened(whole_run: Path, rollca
     assert without_times(read_metrics(folder)) == without_times(read_metrics(whole_run))
 
 
+@pytest.mark.exhaustive
 def test_interrupt_stops_the_workers_and_keeps_the_checkpoint(rollcast: Commands) -> None:
     folder = rollcast.folder / "stopped"
     process = rollcast.start("train", *SMALL, "run_dir=stopped", "trainer.total_steps=5000", "trainer.test_freq=-1")

@@ -34,8 +34,7 @@ from rollcast_serving.generation import generate_sequences
 
 log = logging.getLogger("flat_grpo")
 
-PROMPTS, SAMPLES, MINI_BATCHES, MAX_TOKENS = 64, 8, 2, 10
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+PROMPTS, SAMPLES, MINI_BATCHES, MAX_TOKENS, CLIP_LOW, CLIP_HIGH = 64, 8, 2, 10, 0.2, 0.28
 SHARDED = make_nd_compute_dataproto_dispatch_fn("policy")
 
 
@@ -92,8 +91,7 @@ class Policy(Worker):
 
 def supervised_loss(inputs: engine.LossInputs) -> engine.LossOutput:
     """Return the negative log-likelihood, a mean over the mini-batch's tokens."""
-    log_probs = cast("torch.Tensor", inputs.log_probs)  # None for a value model only
-    loss = -(log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
+    loss = -(cast("torch.Tensor", inputs.log_probs) * inputs.response_mask).sum() / inputs.denominators.tokens
     return engine.LossOutput(loss, {"loss": loss.detach()})
 
 
@@ -102,8 +100,7 @@ def grpo_loss(inputs: engine.LossInputs) -> engine.LossOutput:
     advantages, mask = inputs.columns["advantages"], inputs.response_mask
     ratio = (cast("torch.Tensor", inputs.log_probs) - inputs.columns["rollout_log_probs"]).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
-    loss = (losses * mask).sum() / inputs.denominators.tokens
+    loss = (torch.maximum(-advantages * ratio, -advantages * clipped) * mask).sum() / inputs.denominators.tokens
     share = ((ratio != clipped) * mask).sum() / inputs.denominators.tokens
     return engine.LossOutput(loss, {"loss": loss.detach(), "clipped": share.detach()})
 
@@ -167,8 +164,7 @@ def with_advantages(batch: DataProto, rewards: torch.Tensor) -> DataProto:
 def evaluate(policy: Any, file: Path, tokenizer: Any, temperature: float) -> float:
     """Return the share of right answers to the prompts of a file; the temperature 0 is greedy."""
     prompts = encode_prompts(read_rows(file), tokenizer)
-    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
-    batch = policy.generate(prompts.select(["prompts"]), sampling)
+    batch = policy.generate(prompts.select(["prompts"]), SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS))
     return float(score(batch, prompts["answer"], tokenizer).mean())
 
 
@@ -226,10 +222,8 @@ def run(
     supervised = engine.OptimConfig(lr=1e-3, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)
     reinforced = replace(supervised, lr=4e-4, lr_warmup_steps=10, lr_scheduler_type="linear", min_lr_ratio=0.1)
     reinforced = replace(reinforced, total_training_steps=steps * MINI_BATCHES)
-    drawn, warm = (
-        engine.ModelConfig(path=str(data / "model"), random_init=True),
-        engine.ModelConfig(path=str(data / "warm")),
-    )
+    drawn = engine.ModelConfig(path=str(data / "model"), random_init=True)
+    warm = engine.ModelConfig(path=str(data / "warm"))
     with runtime_class.from_config(runtime_class.config_schema(), processes=ranks) as machines:
         with started(machines, ranks, drawn, supervised, seed) as policy:
             warm_up(policy, data, tokenizer, warm_up_steps, seed)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import itertools
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import rollcast
 from rollcast.plugins.discovery import describe_groups
@@ -203,22 +206,26 @@ def test_light_modules_bring_in_nothing_heavy(modules) -> None:
 SURFACE = {"rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins"}
 
 
-def private_imports() -> dict[str, set[str]]:
-    """Private module of the core → the distributions that import it, in functions and for type checkers too."""
-    found: dict[str, set[str]] = {}
+def imports_of_plugins() -> Iterator[tuple[str, str]]:
+    """Each plugin's distribution with a module that it imports, in functions and for type checkers too."""
     for pattern in ("plugins/*/src", "contrib/*/src"):
         for file in (file for root in REPOSITORY.glob(pattern) for file in root.rglob("*.py")):
+            distribution = file.relative_to(REPOSITORY).parts[1]
             for node in ast.walk(ast.parse(file.read_text())):
-                names: set[str] = set()
                 if isinstance(node, ast.Import):
-                    names = {alias.name for alias in node.names}
+                    yield from ((distribution, alias.name) for alias in node.names)
                 elif isinstance(node, ast.ImportFrom):
                     modules = {f"{node.module}.{alias.name}" for alias in node.names}
-                    names = {name if name in FILES else str(node.module) for name in modules}
-                for name in names:
-                    if name.split(".")[0] == "rollcast" and not is_declared(name):
-                        found.setdefault(name, set()).add(file.relative_to(REPOSITORY).parts[1])
-    return found
+                    yield from ((distribution, name if name in FILES else str(node.module)) for name in modules)
+
+
+def private_imports() -> dict[str, set[str]]:
+    """Private module of the core → the distributions that import it."""
+    users: dict[str, set[str]] = {}
+    for distribution, module in imports_of_plugins():
+        if module.split(".")[0] == "rollcast" and not is_declared(module):
+            users.setdefault(module, set()).add(distribution)
+    return users
 
 
 def is_declared(module: str) -> bool:
@@ -230,6 +237,17 @@ def test_plugins_import_only_the_declared_surface() -> None:
     assert {module: sorted(users) for module, users in found.items()} == {}
 
 
+def test_other_distributions_import_only_the_surface_of_the_trainer() -> None:
+    """Stages and trainers of other packages are written against ``rollcast_trainer.api``."""
+    users = {
+        (distribution, module)
+        for distribution, module in imports_of_plugins()
+        if module.split(".")[0] == "rollcast_trainer" and distribution != "rollcast-trainer"
+    }
+    assert {module for _, module in users} == {"rollcast_trainer.api"}
+    assert {distribution for distribution, _ in users} == {"rollcast-agents", "rollcast-automap", "rollcast-dryrun"}
+
+
 def test_every_distribution_is_typed() -> None:
     packages = [
         init.parent
@@ -238,3 +256,24 @@ def test_every_distribution_is_typed() -> None:
     ]
     assert len(packages) == len(PLUGINS) + 1
     assert [str(package) for package in packages if not (package / "py.typed").exists()] == []
+
+
+def test_distributions_declare_what_their_modules_import() -> None:
+    """An import that only another distribution brings in works here, where all are installed, and not for a user."""
+    undeclared: dict[str, set[str]] = {}
+    for pattern in ("plugins/*/src", "contrib/*/src"):
+        for root in REPOSITORY.glob(pattern):
+            project = tomllib.loads((root.parent / "pyproject.toml").read_text())["project"]
+            extras = project.get("optional-dependencies", {}).values()
+            lines = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+            known = {project["name"], *(Requirement(line).name for line in lines)}
+            for file in root.rglob("*.py"):
+                if "testing" in str(file.relative_to(root)):
+                    continue  # for suites, which need the extra `testing`
+                for node in ast.parse(file.read_text()).body:
+                    modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+                    modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                    names = {module.split(".")[0].replace("_", "-") for module in modules}
+                    if missing := {name for name in names if name.startswith("rollcast")} - known:
+                        undeclared.setdefault(project["name"], set()).update(missing)
+    assert undeclared == {}

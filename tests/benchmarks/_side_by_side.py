@@ -25,7 +25,8 @@ from rollcast import compose
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings, check_run
 
 __all__ = ["Options", "Pairs", "StepReport", "Work", "parse_options", "run_side_by_side"]
 
@@ -74,21 +75,21 @@ class Work:
     clip_ratio_c: float
 
     @classmethod
-    def of(cls, task: TaskRunner, threads: int, peer_rows: int | None) -> Work:
+    def of(cls, settings: RunSettings, threads: int, peer_rows: int | None) -> Work:
         """The work of a run that has been set up."""
-        mini_batches = task.data.train_batch_size // task.actor.ppo_mini_batch_size
-        actor, optim = task.actor, task.actor.optim
+        mini_batches = settings.data.train_batch_size // settings.actor.ppo_mini_batch_size
+        actor, optim = settings.actor, settings.actor.optim
         return cls(
-            model=task.model.path,
-            train_file=task.data.train_files[0],
-            seed=task.trainer.seed,
+            model=settings.model.path,
+            train_file=settings.data.train_files[0],
+            seed=settings.trainer.seed,
             threads=threads,
-            prompts=task.data.train_batch_size,
-            samples=task.rollout.n,
-            temperature=task.rollout.temperature,
-            max_new_tokens=task.data.max_response_length,
+            prompts=settings.data.train_batch_size,
+            samples=settings.rollout.n,
+            temperature=settings.rollout.temperature,
+            max_new_tokens=settings.data.max_response_length,
             mini_batches=mini_batches,
-            peer_rows=peer_rows or task.data.train_batch_size * task.rollout.n // mini_batches,
+            peer_rows=peer_rows or settings.data.train_batch_size * settings.rollout.n // mini_batches,
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
@@ -297,13 +298,13 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
                 *options.override,
             ]
         ).config
-        task = TaskRunner(config, PpoTrainer.schema)
-        trainer = PpoTrainer(task)
-        with task:
-            work = Work.of(task, options.threads, options.peer_rows)
+        run = Run(check_run(config, PpoTrainer))
+        trainer = PpoTrainer(run)
+        with run:
+            work = Work.of(run.settings, options.threads, options.peer_rows)
             with _started(serve, work) as peer:
                 pairs = Pairs(peer, work.rows, load)
-                task.hooks.register(pairs)
+                run.settings.hooks.register(pairs)
                 trainer.fit()
     pairs.drop_first(options.warmup)
     return work, pairs

@@ -19,19 +19,18 @@ from _report import Comparison, write_report
 
 from rollcast.config import compose
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.schemas import PpoConfig
-from rollcast_trainer.workers.handles import Update
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
+from rollcast_trainer.workers.role_group import Update
 
 #: Steps at the start that are not counted: the first calls of each process take longer.
 WARM_UP = 4
-FOLLOW = TrainingRun.follow
+FOLLOW = Run.follow
 #: Metric → the goal of its ratio. Two busy cores share their memory, so each update alone takes a little longer.
 METRICS = {"time/step_s": 0.75, "time/update_critic_s": 0.25, "time/update_actor_s": 1.25}
 
 
-def follow_in_turn(run: TrainingRun, phase: str, update: Update) -> None:
+def follow_in_turn(run: Run, phase: str, update: Update) -> None:
     """Follow an update as a run does, and join it at once in odd steps."""
     FOLLOW(run, phase, update)
     if run.step % 2:
@@ -48,9 +47,9 @@ def measure(folder: Path, steps: int, changes: list[str]) -> list[dict[str, floa
         *("trainer.warm_start=null", "model.random_init=true", "actor.skip_zero_advantage=false"),
         *("runtime.threads_per_worker=1", *changes),
     ]
-    task = TaskRunner(compose(overrides).config, PpoConfig)
-    trainer = PpoTrainer(task)
-    with task, mock.patch.object(TrainingRun, "follow", follow_in_turn):
+    run = Run(check_run(compose(overrides).config, PpoTrainer))
+    trainer = PpoTrainer(run)
+    with run, mock.patch.object(Run, "follow", follow_in_turn):
         trainer.fit()
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "time/step_s" in line]

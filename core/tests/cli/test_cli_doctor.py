@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from rollcast.cli import machine_checks
-from rollcast.cli.machine_checks import DiskCheck, LimitsCheck, NetworkCheck, PythonCheck, VersionsCheck
+from rollcast.cli import installation_checks
+from rollcast.cli.installation_checks import PythonCheck, VersionsCheck
 from rollcast.contracts.health import Finding, HealthSetup, problem
 from rollcast.errors import PluginTypeError
 from rollcast_testing import HealthCheckSuite
@@ -69,18 +66,6 @@ CHECKS = """
 """
 
 
-class TestDisk(HealthCheckSuite):
-    name = "disk"
-
-
-class TestLimits(HealthCheckSuite):
-    name = "limits"
-
-
-class TestNetwork(HealthCheckSuite):
-    name = "network"
-
-
 class TestPython(HealthCheckSuite):
     name = "python"
 
@@ -114,7 +99,7 @@ def test_findings_are_listed_by_subject_with_their_mends(run: Run, install: Call
         "coffee",
         "  ok       beans  enough",
         "  warning  milk   half a litre",
-        "                  mend: buy milk",
+        "                  fix: buy milk",
         "0 problems, 1 warning, 1 ok",
     ]
 
@@ -125,14 +110,14 @@ def test_checks_that_raise_hang_or_die_are_findings(run: Run, install: Callable[
     assert done.code == 1
     rows = json.loads(done.out)["findings"]
     said = {row["check"]: row for row in rows if row["state"] == "problem"}
-    assert "raised ZeroDivisionError: an oversight" in said["a_raises"]["found"]
-    assert "did not end within 0.3 seconds" in said["b_hangs"]["found"]
-    assert "exit status 7" in said["c_dies"]["found"]
-    assert "'all is well', which is not a Finding" in said["d_talks"]["found"]
-    assert "Missing" in said["e_missing"]["found"]
-    assert all("tp-health" in row["found"] + row["mend"] and row["mend"] for row in said.values())
+    assert "raised ZeroDivisionError: an oversight" in said["a_raises"]["message"]
+    assert "did not end within 0.3 seconds" in said["b_hangs"]["message"]
+    assert "exit status 7" in said["c_dies"]["message"]
+    assert "'all is well', which is not a Finding" in said["d_talks"]["message"]
+    assert "Missing" in said["e_missing"]["message"]
+    assert all("tp-health" in row["message"] + row["fix"] and row["fix"] for row in said.values())
     # What was found before the error counts, and so do the checks behind a bad one.
-    assert [row["found"] for row in rows if row["state"] == "ok"] == ["was seen", "enough"]
+    assert [row["message"] for row in rows if row["state"] == "ok"] == ["was seen", "enough"]
     assert {row["distribution"] for row in rows} == {"tp-health 2.1"}
 
 
@@ -146,8 +131,8 @@ def test_json_counts_the_states(run: Run, install: Callable[..., None]) -> None:
         "distribution": "tp-health 2.1",
         "name": "milk",
         "state": "warning",
-        "found": "half a litre",
-        "mend": "buy milk",
+        "message": "half a litre",
+        "fix": "buy milk",
     }
 
 
@@ -203,17 +188,17 @@ def test_an_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.python_version", lambda: "3.10.2")
     found = one(PythonCheck(), "version")
     assert found.state == "problem"
-    assert "3.10.2" in found.found
+    assert "3.10.2" in found.message
 
 
 def test_a_distribution_of_another_version(make_dist: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     make_dist("tp-sibling", {"rollcast.hooks": {"tp_sibling": "tp_sibling"}}, version="0.0.7")
-    monkeypatch.setattr(machine_checks, "find_known", lambda group: {"x": "tp-sibling"})
-    monkeypatch.setattr(machine_checks, "find_core_version", lambda: "0.1.0")
+    monkeypatch.setattr(installation_checks, "find_known", lambda group: {"x": "tp-sibling"})
+    monkeypatch.setattr(installation_checks, "find_core_version", lambda: "0.1.0")
     found = one(VersionsCheck(), "tp-sibling")
     assert found.state == "problem"
-    assert "0.0.7 beside rollcast 0.1.0" in found.found
-    assert found.mend == "pip install 'tp-sibling==0.1.0'"
+    assert "0.0.7 beside rollcast 0.1.0" in found.message
+    assert found.fix == "pip install 'tp-sibling==0.1.0'"
 
 
 def test_a_requirement_that_is_not_met(make_dist: Callable[..., Path]) -> None:
@@ -222,90 +207,9 @@ def test_a_requirement_that_is_not_met(make_dist: Callable[..., Path]) -> None:
     with metadata.open("a") as file:
         file.write("Requires-Dist: pytest<2\nRequires-Dist: tp-absent>=1\nRequires-Dist: tp-extra; extra == 'x'\n")
     found = [each for each in VersionsCheck().run(HealthSetup()) if each.name == "tp-needy"]
-    assert [each.mend for each in found] == ["pip install 'pytest<2'", "pip install 'tp-absent>=1'"]
-    assert f"is installed in version {pytest.__version__}" in found[0].found
-    assert "tp-absent is not installed" in found[1].found
-
-
-def statvfs(free: int, total: int, files: int = 1000) -> Any:
-    return SimpleNamespace(f_blocks=total, f_bavail=free, f_frsize=1, f_files=2000, f_favail=files)
-
-
-@pytest.mark.parametrize(
-    ("free", "total", "state", "mend"),
-    [
-        (64 * 2**20, 64 * 2**20, "problem", "--shm-size"),
-        (2**20, 16 * GIB, "problem", "crashed processes"),
-        (GIB // 2, 16 * GIB, "warning", "--shm-size"),
-        (8 * GIB, 16 * GIB, "ok", ""),
-    ],
-)
-def test_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, total: int, state: str, mend: str
-) -> None:
-    monkeypatch.setattr(LimitsCheck, "shared", tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda _: statvfs(free, total))
-    found = one(LimitsCheck(), "shared memory")
-    assert found.state == state
-    assert mend in found.mend
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "state", "mend"),
-    [
-        (256, 4096, "problem", "ulimit -n 8192 as root, or LimitNOFILE="),
-        (1024, 524288, "warning", "ulimit -n 65536"),
-        (20000, 20000, "ok", ""),
-        (-1, -1, "ok", ""),
-    ],
-)
-def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, state: str, mend: str) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, hard))
-    found = one(LimitsCheck(), "open files")
-    assert found.state == state
-    assert found.mend.startswith(mend)
-
-
-@pytest.mark.parametrize(
-    ("free", "files", "state"),
-    [(100 * GIB, 5, "ok"), (10 * GIB, 5, "warning"), (1000, 5, "problem"), (100 * GIB, 0, "problem")],
-)
-def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, files: int, state: str) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=200 * GIB))
-    monkeypatch.setattr(os, "statvfs", lambda _: statvfs(free, 200 * GIB, files))
-    found = one(DiskCheck(), "run directory", {"run_dir": str(tmp_path / "a" / "b")})
-    assert found.state == state
-    assert state == "ok" or "run_dir=DIR" in found.mend
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    found = one(DiskCheck(), "run directory", {"run_dir": str(tmp_path / "file" / "run")})
-    assert found.state == "problem"
-    assert "is a file" in found.found
-
-
-def test_network_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("not here")
-
-    monkeypatch.setattr(socket, "create_server", fail)
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    monkeypatch.setenv("http_proxy", "http://proxy:1")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    found = {each.name: each for each in NetworkCheck().run(HealthSetup())}
-    assert {name: each.state for name, each in found.items()} == {
-        "ports": "problem",
-        "host name": "problem",
-        "proxy": "warning",
-    }
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert "proxy" not in [each.name for each in NetworkCheck().run(HealthSetup())]
-
-
-# -- the contract -------------------------------------------------------------------------------
+    assert [each.fix for each in found] == ["pip install 'pytest<2'", "pip install 'tp-absent>=1'"]
+    assert f"is installed in version {pytest.__version__}" in found[0].message
+    assert "tp-absent is not installed" in found[1].message
 
 
 def test_a_finding_is_complete() -> None:

@@ -1,4 +1,4 @@
-"""How commands fail: one message and exit code 2 for what a person can mend, a traceback for bugs."""
+"""How commands fail: one message and exit code 2 for what a person can fix, a traceback for bugs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,20 +12,14 @@ from rollcast.contracts.algorithm import (
     PolicyLossInputs,
     PolicyLossOutput,
     advantage,
-    advantages,
-    kl_penalties,
-    kl_penalty,
-    loss_aggregations,
+    check_columns,
+    check_options,
+    check_type,
     needs_of,
     policy_loss,
-    policy_losses,
     prepare_policy_loss,
-    try_estimator,
-    try_kl_penalty,
-    try_loss_aggregation,
-    try_policy_loss,
 )
-from rollcast.errors import ColumnError, PluginTypeError
+from rollcast.errors import ColumnError, ConfigError, PluginTypeError
 
 ONES = torch.ones(2, 3)
 
@@ -68,7 +60,8 @@ def test_needs_are_declared_and_select_columns() -> None:
     def estimator(given: AdvantageInputs) -> AdvantageOutputs:
         return AdvantageOutputs(given.values, given.values)
 
-    assert needs_of(estimator) == Needs(frozenset({"values", "mine/"}), frozenset({"weights"}), True)
+    columns, optional = frozenset({"values", "mine/"}), frozenset({"weights"})
+    assert needs_of(estimator) == Needs(columns, optional, compares_samples=True, options=frozenset())
     batch = dict.fromkeys(("values", "mine/a", "mine/b", "weights", "mine", "others"), ONES)
     assert sorted(needs_of(estimator).select(batch)) == ["mine/a", "mine/b", "values", "weights"]
     assert Needs().select(batch) == {}
@@ -76,7 +69,7 @@ def test_needs_are_declared_and_select_columns() -> None:
 
 
 def test_needs_are_names() -> None:
-    with pytest.raises(TypeError, match=r"needs is 'values'; it has to be a set of column names, such as \{'values'\}"):
+    with pytest.raises(TypeError, match=r"needs is 'values'; it has to be a set of names, such as \{'values'\}"):
         advantage(needs="values")
     with pytest.raises(TypeError, match="optional is"):
         policy_loss(optional=[""])
@@ -98,200 +91,31 @@ def test_a_policy_loss_declares_columns_and_a_preparation() -> None:
     assert prepare_policy_loss(len, given) == {}  # type: ignore[arg-type]
 
 
-def _sums(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs.from_scores(inputs.token_level_rewards.sum(-1), inputs.response_mask)
+@policy_loss(options={"tau_pos", "tau_neg"})
+def _gated(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(-inputs.advantages * inputs.log_probs)
 
 
-def _mistyped(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs.from_scores(inputs.token_rewards.sum(-1), inputs.response_mask)  # type: ignore[attr-defined]
+def test_options_that_a_function_does_not_declare_are_refused() -> None:
+    check_options(_gated, {"tau_pos": 1.0}, "actor.policy_loss_kwargs")
+    with pytest.raises(ConfigError, match=r"actor\.policy_loss_kwargs\.tau_poz is set, .*_gated has .*mean 'tau_pos'"):
+        check_options(_gated, {"tau_poz": 1.0}, "actor.policy_loss_kwargs")
+    bare = advantage()(lambda given: given)
+    with pytest.raises(ConfigError, match="its options: none"):
+        check_options(bare, {"beta": 1}, "algorithm.adv_kwargs")
+    check_options(len, {"beta": 1}, "algorithm.adv_kwargs")  # without a declaration, any
+    check_options(advantage(options=None)(lambda given: given), {"beta": 1}, "algorithm.adv_kwargs")
 
 
-def _bare(inputs: AdvantageInputs) -> Any:
-    return inputs.token_level_rewards
-
-
-def _narrow(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs(inputs.token_level_rewards.sum(-1), inputs.token_level_rewards.sum(-1))
-
-
-def _needs_option(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs.from_scores(
-        inputs.token_level_rewards.sum(-1) * inputs.options["scale"], inputs.response_mask
-    )
-
-
-@advantage(needs={"values"})
-def _with_values(inputs: AdvantageInputs) -> AdvantageOutputs:
-    return AdvantageOutputs(inputs.token_level_rewards - inputs.values, inputs.token_level_rewards)
-
-
-@advantage(needs={"a_column_of_a_stranger"})
-def _with_stranger(inputs: AdvantageInputs) -> AdvantageOutputs:
-    raise AssertionError("what the column holds is not known, so it must not be called")
-
-
-@pytest.mark.parametrize("estimator", [_sums, _with_values, _with_stranger])
-def test_an_estimator_that_works_passes_its_trial(estimator: Any) -> None:
-    before = torch.random.get_rng_state()
-    try_estimator(estimator, "mine")
-    try_estimator(estimator, "mine", samples=1)
-    assert advantages.probe is not None
-    assert advantages.probe(estimator) is None
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    ("estimator", "words"),
-    [
-        (_mistyped, "mine fails on a small batch: AttributeError: .*token_rewards"),
-        (_bare, "mine returned a Tensor, not an AdvantageOutputs"),
-        (_narrow, r"advantages that are torch.float32 \[8\] .* have to be float32 \[8, 4\]"),
-    ],
-)
-def test_a_mistake_of_an_estimator_is_found_on_a_small_batch(estimator: Any, words: str) -> None:
-    with pytest.raises(PluginTypeError, match=words):
-        try_estimator(estimator, "mine")
-    assert advantages.probe is not None
-    assert "does not work: the estimator" in str(advantages.probe(estimator))
-
-
-def test_an_estimator_may_need_an_option_that_only_a_run_has() -> None:
-    assert advantages.probe is not None
-    assert advantages.probe(_needs_option) is None
-    try_estimator(_needs_option, "mine", options={"scale": 2.0})
-    with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
-        try_estimator(_needs_option, "mine")
-
-
-def _undeclared(inputs: Any) -> AdvantageOutputs:
-    return AdvantageOutputs.from_scores(inputs.column("turn_ids").sum(-1), inputs.response_mask)
-
-
-def test_an_undeclared_column_is_found_on_a_small_batch() -> None:
-    with pytest.raises(PluginTypeError, match=r"mine reads a column that it does not declare: .*'turn_ids'"):
-        try_estimator(_undeclared, "mine")
-    assert advantages.probe is not None
-    assert "does not declare" in str(advantages.probe(_undeclared))
-
-
-def _surrogate(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
-    return PolicyLossOutput(-inputs.advantages * ratio, {"ratio": ratio.detach()})
-
-
-@policy_loss(needs={"values"}, prepare=lambda given: {"mean": given.values.mean().expand(given.advantages.shape)})
-def _prepared(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(_surrogate(inputs).losses * inputs.prepared["mean"])
-
-
-@policy_loss(needs={"a_column_of_a_stranger"})
-def _strange_loss(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    raise AssertionError("what the column holds is not known, so it must not be called")
-
-
-def _with_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(_surrogate(inputs).losses * inputs.options["scale"])
-
-
-@pytest.mark.parametrize("loss", [_surrogate, _prepared, _strange_loss])
-def test_a_policy_loss_that_works_passes_its_trial(loss: Any) -> None:
-    try_policy_loss(loss, "mine")
-    assert policy_losses.probe is not None
-    assert policy_losses.probe(loss) is None
-
-
-def _with_checked_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    options = {"scale": None, **inputs.options}
-    if options["scale"] is None:
-        raise ValueError("needs a scale")
-    return PolicyLossOutput(_surrogate(inputs).losses * options["scale"])
-
-
-def _mistyped_with_options(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(inputs.log_prob * dict(inputs.options).get("scale", 1.0))  # type: ignore[attr-defined]
-
-
-def test_a_policy_loss_may_need_an_option_that_only_a_run_has() -> None:
-    assert policy_losses.probe is not None
-    assert policy_losses.probe(_with_option) is None
-    assert policy_losses.probe(_with_checked_option) is None
-    assert "AttributeError" in str(policy_losses.probe(_mistyped_with_options))
-    try_policy_loss(_with_option, "mine", options={"scale": 2.0})
-    with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
-        try_policy_loss(_with_option, "mine")
-
-
-def _not_finite(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(inputs.log_probs.log())
-
-
-def _steep(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput((inputs.log_probs - inputs.log_probs.detach()).abs().sqrt())
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (lambda inputs: inputs.log_prob, "mine fails on a small batch: AttributeError: .*log_prob"),
-        (lambda inputs: inputs.log_probs, "mine returned a Tensor, not a PolicyLossOutput"),
-        (lambda inputs: PolicyLossOutput(inputs.log_probs.sum(-1)), r"losses that are torch.float32 \[6\]"),
-        (lambda inputs: PolicyLossOutput(inputs.log_probs * inputs.values), "does not declare: .*'values'"),
-        (_not_finite, "mine returned losses with NaN or infinity"),
-        (_steep, "values whose gradient is with NaN or infinity"),
-        (lambda inputs: PolicyLossOutput(inputs.log_probs, {"kl": inputs.log_probs.mean()}), "the metric 'kl'"),
-        (lambda inputs: PolicyLossOutput(inputs.log_probs, [1]), "metrics that are a list, not a mapping"),
-    ],
-)
-def test_a_mistake_of_a_policy_loss_is_found_on_a_small_batch(loss: Any, words: str) -> None:
-    with pytest.raises(PluginTypeError, match=words):
-        try_policy_loss(loss, "mine")
-    assert policy_losses.probe is not None
-    assert "does not work: the policy loss" in str(policy_losses.probe(loss))
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "words"),
-    [
-        (lambda losses, mask, counts: losses.sum() / counts.token, "AttributeError: .*token"),
-        (
-            lambda losses, mask, counts: (losses * mask).sum(-1),
-            r"returned torch.float32 \[6\]; it has to be one number",
-        ),
-        (lambda losses, mask, counts: float(losses.detach().sum()), "returned a float; it has to be one number"),
-        (lambda losses, mask, counts: losses.detach().sum(), "without a gradient"),
-        (lambda losses, mask, counts: losses.sum() / 0.0, "a loss with NaN or infinity"),
-    ],
-)
-def test_a_mistake_of_an_aggregation_is_found_on_a_small_batch(aggregation: Any, words: str) -> None:
-    with pytest.raises(PluginTypeError, match=words):
-        try_loss_aggregation(aggregation, "mine")
-    assert loss_aggregations.probe is not None
-    assert "does not work: the loss aggregation" in str(loss_aggregations.probe(aggregation))
-
-
-@pytest.mark.parametrize(
-    ("penalty", "words"),
-    [
-        (lambda log_probs, ref: log_probs.sub(reff=ref), "mine fails on a small batch: TypeError"),
-        (lambda log_probs, ref: (log_probs - ref).mean(), r"an estimate that are torch.float32 \[\]"),
-        (lambda log_probs, ref: log_probs > ref, "an estimate that are torch.bool"),
-        (lambda log_probs, ref: (log_probs - ref).log(), "an estimate with NaN or infinity"),
-        (kl_penalty(needs_vocabulary=True)(lambda log_probs, ref: log_probs - ref), r"torch.float32 \[6, 4, 5\]"),
-    ],
-)
-def test_a_mistake_of_a_kl_penalty_is_found_on_a_small_batch(penalty: Any, words: str) -> None:
-    with pytest.raises(PluginTypeError, match=words):
-        try_kl_penalty(penalty, "mine")
-    assert kl_penalties.probe is not None
-    assert "does not work: the KL penalty" in str(kl_penalties.probe(penalty))
-
-
-def test_aggregations_and_penalties_that_work_pass_their_trial() -> None:
-    try_loss_aggregation(lambda losses, mask, counts: (losses * mask).sum() / counts.tokens, "mine")
-    try_kl_penalty(lambda log_probs, ref: log_probs - ref, "mine")
-
-    @kl_penalty(needs_vocabulary=True)
-    def exact(log_probs: Any, ref: Any) -> Any:
-        return (log_probs.exp() * (log_probs - ref)).sum(-1)
-
-    try_kl_penalty(exact, "mine")
+def test_what_a_plugin_returns_is_checked() -> None:
+    check_columns(_gated, {"losses": torch.zeros(2, 3)}, ONES)
+    check_type(_gated, AdvantageOutputs(ONES, ONES), AdvantageOutputs)
+    narrow = r"_gated returned losses that are torch\.float32 \[2\] .* have to be float32 \[2, 3\]"
+    with pytest.raises(PluginTypeError, match=narrow):
+        check_columns(_gated, {"losses": torch.zeros(2)}, ONES)
+    with pytest.raises(PluginTypeError, match="the metric kl that are a float"):
+        check_columns(_gated, {"losses": ONES, "values of the metric kl": 1.0}, ONES)
+    with pytest.raises(PluginTypeError, match=r"losses that are torch\.bool"):
+        check_columns(_gated, {"losses": ONES > 0}, ONES)
+    with pytest.raises(PluginTypeError, match="returned a Tensor, not an instance of AdvantageOutputs"):
+        check_type(_gated, ONES, AdvantageOutputs)

@@ -274,26 +274,3 @@ def test_importing_the_package_is_light() -> None:
         "module 'rollcast.plugins' has no attribute 'nothing'; it exports Check, PluginInfo, Registry, any_of, "
         "find_registry, instance_of, is_callable, is_class, subclass_of",
     ], done.stderr
-
-
-def test_check_tries_the_functions_of_a_loss(make_dist) -> None:
-    source = """
-        from rollcast.contracts.algorithm import PolicyLossOutput
-        def loss(inputs): return PolicyLossOutput(-inputs.advantage)
-        def good_loss(inputs): return PolicyLossOutput(-inputs.advantages * inputs.log_probs)
-        def aggregation(losses, mask, counts): return (losses * mask).sum(-1)
-        def penalty(log_probs, ref_log_probs): return (log_probs - ref_log_probs).mean()
-    """
-    points = {
-        "rollcast.policy_losses": {"wrong_loss": "tp_loss:loss", "good_loss": "tp_loss:good_loss"},
-        "rollcast.loss_aggregations": {"wrong_rows": "tp_loss:aggregation"},
-        "rollcast.kl_penalties": {"wrong_mean": "tp_loss:penalty"},
-    }
-    make_dist("lossy", points, {"tp_loss.py": source}, version="1.5")
-    found = report(check=True, groups=points, registries=["rollcast.contracts.algorithm"])
-    rows = {row.name: row for row in found if row.distribution == "lossy"}
-    assert {name for name, row in rows.items() if row.state == "broken"} == {"wrong_loss", "wrong_rows", "wrong_mean"}
-    assert "lossy 1.5" in rows["wrong_loss"].cause
-    assert "AttributeError" in rows["wrong_loss"].cause
-    assert "it has to be one number" in rows["wrong_rows"].cause
-    assert "[6, 4]" in rows["wrong_mean"].cause

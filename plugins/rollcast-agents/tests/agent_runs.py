@@ -21,7 +21,8 @@ from rollcast_agents.renderers.chat_template import ChatTemplateRenderer
 from rollcast_data.chat_template import ToolCall
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 
 
 class CallingRenderer(ChatTemplateRenderer):
@@ -118,11 +119,11 @@ def launch(overrides: Sequence[str]) -> RunResult:
 @contextmanager
 def set_up(overrides: Sequence[str]) -> Iterator[PpoTrainer]:
     """A trainer with workers, before its first step."""
-    task = TaskRunner(compose(list(overrides)).config, PpoTrainer.schema)
-    trainer = PpoTrainer(task)
-    with task:
+    run = Run(check_run(compose(list(overrides)).config, PpoTrainer))
+    trainer = PpoTrainer(run)
+    with run:
         trainer.setup()
-        trainer.sync_weights()
+        trainer.run.sync_weights()
         yield trainer
 
 

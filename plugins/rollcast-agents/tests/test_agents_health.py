@@ -22,15 +22,15 @@ def setup(path, **agent):
 def test_a_template_that_keeps_prefixes(tmp_path):
     (found,) = RendererCheck().run(setup(write_tokenizer(tmp_path, CHATML)))
     assert found.state == "ok"
-    assert "kept every token" in found.found
+    assert "kept every token" in found.message
 
 
 def test_a_template_that_drops_earlier_thinking(tmp_path):
     (found,) = RendererCheck().run(setup(write_tokenizer(tmp_path, FORGETFUL)))
     assert (found.name, found.state) == ("prefix", "warning")
-    assert "in 2 of 18 conversations" in found.found
-    assert "<think>" in found.found
-    assert "agent.renderer=library" in found.mend
+    assert "in 2 of 18 conversations" in found.message
+    assert "<think>" in found.message
+    assert "agent.renderer=library" in found.fix
 
 
 def test_a_renderer_that_changes_tokens_is_a_problem(tmp_path):
@@ -39,12 +39,12 @@ def test_a_renderer_that_changes_tokens_is_a_problem(tmp_path):
     renderer.extend = lambda ids, *more: None if (found := keep(ids, *more)) is None else np.roll(found, 1)
     found = judge_prefix("mine", renderer)
     assert found.state == "problem"
-    assert "mine changes tokens" in found.found
+    assert "mine changes tokens" in found.message
 
 
 def test_a_template_that_refuses_a_conversation(tmp_path):
     renderer = make_renderer(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    assert "roles must alternate" in judge_prefix("mine", renderer).found
+    assert "roles must alternate" in judge_prefix("mine", renderer).message
 
 
 def test_a_model_without_a_template_matters_to_agents_only(tmp_path):

@@ -12,6 +12,7 @@ from agent_tools import ScriptedEngine, make_renderer, make_session, user
 
 from rollcast.errors import ConfigError
 from rollcast_agents.contracts.agent_loop import AgentLoopSetup
+from rollcast_agents.contracts.environment import environments
 from rollcast_agents.environments.verl import VerlInteraction, load_interaction_config
 from rollcast_agents.host import check_names
 from rollcast_agents.loops.turns import EnvironmentLoop
@@ -114,5 +115,6 @@ def test_a_bad_file_is_named(tmp_path, text, words):
 
 
 def test_a_run_has_one_world(config):
-    with pytest.raises(ConfigError, match="both set"):
-        check_names(AgentConfig(loop="environment", environment="reasoning_gym", interaction_config_path=str(config)))
+    both = AgentConfig(loop="environment", environment="mine", interaction_config_path=str(config))
+    with environments.temporarily("mine", VerlInteraction), pytest.raises(ConfigError, match="both set"):
+        check_names(both)

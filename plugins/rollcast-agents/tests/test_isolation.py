@@ -64,6 +64,7 @@ def roll(folder: str, cases: list[str], tool: str = "", **config: Any) -> list[T
 GOOD = ["good"] * 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["environment", "tool", "program"])
 def test_each_case_costs_its_own_rollout(folder: str, kind: str) -> None:
     config: dict[str, Any] = {

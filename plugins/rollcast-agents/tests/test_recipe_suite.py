@@ -9,7 +9,7 @@ import pytest
 
 from rollcast_testing import RecipeSuite
 
-RECIPES = ("gsm8k_tool", "reasoning_gym", "dapo_math_python")
+RECIPES = ("gsm8k_tool", "dapo_math_python")
 
 
 class TestRecipes(RecipeSuite):

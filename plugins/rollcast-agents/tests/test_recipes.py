@@ -1,4 +1,4 @@
-"""The recipes ``gsm8k_tool`` and ``reasoning_gym``: sizes for a real model, and two steps on a tiny one."""
+"""The recipe ``gsm8k_tool``: sizes for a real model, and two steps on a tiny one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 from agent_runs import launch, read_metrics
 
 from rollcast import compose
-from rollcast_agents.environments.episodes import SPLITS, Episodes
 from rollcast_agents.records import load_records, record_path
 from rollcast_data.contract import preprocessors
 from rollcast_data.files import read_rows
 from rollcast_data.preprocess.gsm8k import TOOL_INSTRUCTION
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
-from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 pytestmark = pytest.mark.long
 SMALL = [
@@ -78,8 +76,7 @@ def test_rows_ask_for_the_tool(data: Path) -> None:
 
 def test_gsm8k_with_a_tool_is_planned(model: Path, data: Path, tmp_path: Path) -> None:
     config = compose(gsm8k(model, data, tmp_path / "run")).config
-    trainer = PpoTrainer(TaskRunner(config, PpoTrainer.schema))
-    names = [place.name for place in trainer.places]
+    names = [place.name for place in check_run(config).places]
     assert "agent_rollout" in names
     assert "rollout" not in names
 
@@ -94,22 +91,3 @@ def test_gsm8k_with_a_tool_runs_two_steps(model: Path, data: Path, tmp_path: Pat
     records = list(load_records(record_path(tmp_path / "run", 2)))
     assert len({record.trajectory.rollout_id for record in records}) == 4
     assert all(record.task["ground_truth"] for record in records)
-
-
-def test_episodes_are_numbered_and_no_number_is_in_both_files(tmp_path: Path) -> None:
-    Episodes().run(None, tmp_path)
-    numbers = [{row.values["index"] for row in read_rows(tmp_path / f"{split}.jsonl")} for split in SPLITS]
-    assert [len(each) for each in numbers] == list(SPLITS.values())
-    assert not numbers[0] & numbers[1]
-
-
-def test_reasoning_gym_runs_two_steps(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    sizes = ["data.max_prompt_length=400", "data.max_response_length=64", f"run_dir={tmp_path}"]
-    launch(["recipe=reasoning_gym", f"model.path={model}", *SMALL, *sizes])
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    records = list(load_records(record_path(tmp_path, 1)))
-    asked = {record.trajectory.group_id: record.trajectory.messages[1]["content"] for record in records}
-    assert len(set(asked.values())) == 2
-    assert all(record.trajectory.turn_rewards for record in records)

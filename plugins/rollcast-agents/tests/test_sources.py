@@ -1,4 +1,4 @@
-"""Tools and worlds of others: MCP servers, verl's tools, the sandbox, reasoning-gym."""
+"""Tools and worlds of others: MCP servers, verl's tools, the sandbox."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from typer.testing import CliRunner
 
 from rollcast.errors import ConfigError
-from rollcast_agents.commands import validate_app
-from rollcast_agents.contracts.renderer import Message
-from rollcast_agents.environments.reasoning_gym import ReasoningGym
-from rollcast_agents.testing import EnvironmentSuite, ToolSuite
+from rollcast_agents.testing import ToolSuite
 from rollcast_agents.tools.box import ToolBox, ToolLimits
 from rollcast_agents.tools.mcp import McpServer
 from rollcast_agents.tools.verl import load_tool_config
@@ -148,35 +144,3 @@ def test_a_bad_tool_file_is_named(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_tool_config(path)
-
-
-class TestReasoningGym(EnvironmentSuite):
-    name = "reasoning_gym"
-    options: ClassVar = {"task": "basic_arithmetic", "size": 10}
-    tasks: ClassVar = [{"prompt": [], "index": 3}]
-
-    @pytest.fixture(autouse=True)
-    def package(self):
-        pytest.importorskip("reasoning_gym")
-
-
-def test_the_right_answer_scores_one():
-    pytest.importorskip("reasoning_gym")
-
-    async def run(answer):
-        world = ReasoningGym("basic_arithmetic", size=10)
-        await world.reset({"index": 3})
-        return (await world.step(Message(answer or f"<answer>{world._entry['answer']}</answer>"))).reward
-
-    assert asyncio.run(run("")) == 1.0
-    assert asyncio.run(run("no idea")) < 1.0
-
-
-def test_generated_tasks_are_validated(tmp_path):
-    pytest.importorskip("reasoning_gym")
-    path = tmp_path / "rows.jsonl"
-    tasks = ("basic_arithmetic", "leg_counting", "boxnet")
-    path.write_text("".join(f'{{"prompt": "Answer.", "index": 1, "task": "{task}"}}\n' for task in tasks))
-    result = CliRunner().invoke(validate_app, [str(path), "agent.environment=reasoning_gym"], catch_exceptions=False)
-    assert "3 rows checked with environment reasoning_gym, 0 faults" in result.stdout
-    assert "no correct reply is known for 1 of them" in result.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,7 +14,6 @@ from rollcast_agents.environments.plain import PlainEnvironment
 from rollcast_agents.runner import GuardedEnvironment, Limits
 from rollcast_agents.testing import AgentLoopSuite, EnvironmentSuite, RendererSuite, ScriptedSession, ToolSuite
 from rollcast_agents.tools.functions import FunctionTool
-from rollcast_data.testing import PreprocessorSuite
 from rollcast_testing import CommandSuite
 
 
@@ -119,11 +117,6 @@ class Moods(EnvironmentSuite):
 def test_a_bad_environment_fails_its_suite(check):
     with pytest.raises(AssertionError):
         check()
-
-
-class TestEpisodes(PreprocessorSuite):
-    name = "episodes"
-    columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt", "index")}
 
 
 class TestReplayTrajectoriesCommand(CommandSuite):

@@ -66,8 +66,8 @@ def test_training_on_recorded_agents_repeats_bit_by_bit(task: AgentTask, tmp_pat
 def test_an_environment_scores_turns_where_they_belong(task: AgentTask, tmp_path: Path) -> None:
     changes = ("agent.loop=environment", "agent.environment=vowels")
     with set_up(task.overrides(tmp_path / "run", *changes)) as trainer:
-        batch = next(trainer.batches)
-        for place, stage in zip(trainer.places, trainer.stages, strict=True):
+        batch = trainer.run.prompts.draw()
+        for place, stage in zip(trainer.run.settings.places, trainer.run.stages, strict=True):
             batch = stage(batch)
             if place.name == "reward":
                 break
@@ -154,9 +154,9 @@ class Twice(BaseAgentLoop):
 def test_two_trajectories_of_a_rollout_are_two_rows_and_one_sample(task: AgentTask, tmp_path: Path) -> None:
     changes = ("agent.loop=twice", "trainer.total_steps=1", "algorithm.norm_adv_by_std_in_grpo=false")
     with agent_loops.temporarily("twice", Twice), set_up(task.overrides(tmp_path / "run", *changes)) as trainer:
-        batch = next(trainer.batches)
+        batch = trainer.run.prompts.draw()
         uid = None
-        for stage in trainer.stages:
+        for stage in trainer.run.stages:
             batch = stage(batch)
             uid = batch["uid"]
         assert len(batch) == 32
@@ -228,6 +228,7 @@ def test_a_program_is_trained_through_the_gateway(task: AgentTask, tmp_path: Pat
     assert metrics["rollout/logprob_gap_max"] < 1e-5
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -47,6 +47,7 @@ def test_ranks_of_a_sharded_actor_take_turns_of_their_own(task: AgentTask, tmp_p
     assert left["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_workers_in_a_pool_of_their_own_sample_from_replicas(task: AgentTask, tmp_path: Path) -> None:
     changes = (
         "rollout.weight_sync=shared_memory",

@@ -175,8 +175,8 @@ def test_any_float_dtype_gives_float32(estimator: object, dtype: torch.dtype) ->
 
 
 def test_they_say_what_they_need() -> None:
-    assert needs_of(grpo) == Needs(compares_samples=True, by_group=True)
-    assert needs_of(gae) == Needs(frozenset({"values"}), by_group=True, whitens=True)
+    assert needs_of(grpo) == Needs(compares_samples=True, by_group=True, options=frozenset({"scale_rewards"}))
+    assert needs_of(gae) == Needs(frozenset({"values"}), by_group=True, whitens=True, options=frozenset())
 
 
 def test_they_refuse_what_does_not_fit() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, Needs, advantages, needs_of
+from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, Needs, needs_of
 from rollcast.errors import ColumnError
 from rollcast_algorithms.advantages import (
     gdpo,
@@ -302,18 +302,8 @@ def test_gdpo_says_what_is_wrong_with_its_components() -> None:
         gdpo(batch(0).with_columns({"reward_component/accuracy": torch.ones(6)}))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in advantages.names() if advantages.find(name).distribution == "rollcast-algorithms"]
-)
-def test_unknown_options_are_refused(name: str) -> None:
-    columns = {"values": torch.zeros(7, 9), "reward_component/a": torch.ones(7)}
-    inputs = replace(batch(0), options={"lamda": 1}).with_columns(columns)
-    with pytest.raises(ValueError, match="has no option 'lamda'"):
-        advantages.get(name)(inputs)
-
-
 def test_they_say_what_they_need() -> None:
-    assert needs_of(remax) == Needs(frozenset({"reward_baselines"}), by_group=True)
+    assert needs_of(remax) == Needs(frozenset({"reward_baselines"}), by_group=True, options=frozenset())
     assert needs_of(gdpo).columns == {"reward_component/"}
     assert needs_of(gdpo).compares_samples
     assert needs_of(optimal_token_baseline).columns == {"old_log_probs", "sum_pi_squared"}

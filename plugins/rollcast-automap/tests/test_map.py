@@ -21,7 +21,7 @@ from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.run_lengths import measure_prompts, read_run_lengths
 from rollcast_automap.map_command import app
 from rollcast_automap.problem import build_problem
-from rollcast_trainer.loop import build_loop_trainer
+from rollcast_trainer.api import check_run
 
 pytestmark = pytest.mark.long
 
@@ -60,8 +60,8 @@ def test_the_best_mapping_comes_first_with_its_parts(small_task: SmallTask, tmp_
 
 def test_a_step_is_priced_with_the_overlaps_of_the_trainer(small_task: SmallTask, tmp_path: Path) -> None:
     """The trainer's own overlaps are held in test_trainer_handles.py."""
-    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path, *CRITIC, "trainer.total_steps=1")))
-    problem = build_problem(trainer, build_cluster(ClusterConfig(nodes=1, device="cpu", devices_per_node=4)))
+    settings = check_run(compose(small_task.ppo(tmp_path, *CRITIC, "trainer.total_steps=1")).config)
+    problem = build_problem(settings, build_cluster(ClusterConfig(nodes=1, device="cpu", devices_per_node=4)))
     waits = {stage.name: set(stage.waits_for) for stage in problem.stages}
     assert waits["values"] == waits["ref_log_prob"] == {"rollout"}
     assert waits["update_critic"] == {"rollout", "values"}
@@ -237,9 +237,9 @@ def test_tied_embeddings_are_seen(small_task: SmallTask, tmp_path: Path, tied: b
     content = json.loads((source / "config.json").read_text())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": tied}))
-    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path / "run", f"model.path={tmp_path / 'model'}")))
+    settings = check_run(compose(small_task.ppo(tmp_path / "run", f"model.path={tmp_path / 'model'}")).config)
     cluster = build_cluster(ClusterConfig(device="cpu", devices_per_node=1))
-    assert build_problem(trainer, cluster).role("actor").model.tied is tied
+    assert build_problem(settings, cluster).role("actor").model.tied is tied
 
 
 def test_lengths_come_from_a_file(small_task: SmallTask, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_prices_of_a_database_and_nodes_that_differ(small_task: SmallTask, tmp_p
 
 
 def test_prompts_of_the_data_are_measured(small_task: SmallTask, tmp_path: Path) -> None:
-    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path / "run")))
-    found = measure_prompts(trainer)
+    settings = check_run(compose(small_task.ppo(tmp_path / "run")).config)
+    found = measure_prompts(settings)
     assert found.maximum == 16
     assert found.quantiles[0][1] == found.quantiles[-1][1] == found.mean  # "4+0=": all are equally long
     cluster = [*CPUS, "cluster.devices_per_node=1", "--count", "1"]
@@ -303,6 +303,7 @@ def test_prompts_of_the_data_are_measured(small_task: SmallTask, tmp_path: Path)
     assert measured["step_seconds"] < guessed["step_seconds"]
 
 
+@pytest.mark.exhaustive
 def test_every_mapping_that_fits_trains(small_task: SmallTask, tmp_path: Path) -> None:
     """The best mapping of each partition of the roles into pools of one process."""
     cluster = [*CRITIC, *CPUS, "cluster.devices_per_node=2", "--staleness", "1", "--count", "400"]

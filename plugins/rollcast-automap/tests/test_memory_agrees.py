@@ -10,7 +10,6 @@ import pytest
 
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import pool_bytes
 from rollcast_automap.contract import Cluster, DeviceKind, Mesh, Node, Placement, Pool, Problem, RoleSpec
@@ -19,12 +18,11 @@ from rollcast_automap.memory.memory_facts import plan_memory
 from rollcast_automap.memory.memory_model import measure_model
 from rollcast_automap.memory.role_specs import micro_batch_rows, slots_of
 from rollcast_automap.memory.splits import check_split
-from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem
 from rollcast_automap.search.search_space import list_meshes
 from rollcast_testing.tiny import tiny_model_folder
+from rollcast_trainer.api import RunSettings, check_run
 from rollcast_trainer.batch.sizes import ParallelSizes
-from rollcast_trainer.run.task_runner import TaskRunner
 
 GPU = DeviceKind("gpu", 80 << 30, {"bfloat16": 1e15, "float32": 1e14}, 1e12, 1e10)
 EIGHT = ["placement.n_gpus_per_node=8", "placement.device=cuda"]
@@ -88,46 +86,46 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("agrees") / "tiny", hidden=64, layers=4, weights=False, tied=False)
 
 
-def build(model: Path, changes: list[str]) -> Any:
+def build(model: Path, changes: list[str]) -> RunSettings:
     files = ["data.train_files=[train.parquet]", "data.val_files=[test.parquet]"]
     small = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=8"]
     recipe = [] if any(change.startswith("recipe=") for change in changes) else ["recipe=gsm8k_grpo"]
     config = compose([*recipe, f"model.path={model}", *files, *small, *changes]).config
-    trainer_class: Any = trainers.get(config.trainer.name)
-    return trainer_class(TaskRunner(config, trainer_class.schema))
+    return check_run(config)
 
 
-def place(trainer: Any, problem: Problem, role: RoleSpec) -> tuple[Placement, Pool]:
+def place(settings: RunSettings, problem: Problem, role: RoleSpec) -> tuple[Placement, Pool]:
     """Return where the run has a role, with the micro-batch of the longest rows."""
-    task, algebra = trainer.task, find_algebra(trainer)
-    titles = {"actor": "actor_rollout", "rollout": "rollout" if task.uses_replicas else "actor_rollout"}
-    name = task.pools.mapping[titles.get(role.name, role.name)]
-    ranks = task.pools.resource_pool_dict[name].world_size
+    algebra = settings.algebra
+    titles = {"actor": "actor_rollout", "rollout": "rollout" if settings.uses_replicas else "actor_rollout"}
+    name = settings.pools.mapping[titles.get(role.name, role.name)]
+    ranks = settings.pools.resource_pool_dict[name].world_size
     if role.kind == "generates":
-        tensor = ParallelSizes(task.rollout.tensor_model_parallel_size)
-        sizes = tensor if task.uses_replicas else ParallelSizes.read(task.engine)
-        mesh, rows = Mesh(sizes.data(ranks), sizes.model), slots_of(task, algebra, ranks)
+        tensor = ParallelSizes(settings.rollout.tensor_model_parallel_size)
+        sizes = tensor if settings.uses_replicas else ParallelSizes.read(settings.engine)
+        mesh, rows = Mesh(sizes.data(ranks), sizes.model), slots_of(settings, algebra, ranks)
     else:
         longest = problem.prompt_lengths.maximum + problem.response_lengths.maximum
-        sizes, rows = ParallelSizes.read(task.role_engine(role.name)), 0
+        sizes, rows = ParallelSizes.read(settings.role_engine(role.name)), 0
         mesh = Mesh(sizes.data(ranks), sizes.tensor, sizes.pipeline)
-        rows = micro_batch_rows(trainer, algebra, role.name, ranks, longest)
+        rows = micro_batch_rows(settings, algebra, role.name, ranks, longest)
     return Placement(role.name, name, mesh, rows), Pool(name, ((0, ranks),))
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("name", CASES)
 def test_plan_and_map_say_the_same_bytes(model: Path, name: str) -> None:
-    trainer = build(model, CASES[name])
-    plan = dict(line[:2] for line in plan_memory(trainer, find_algebra(trainer), [], GPU.memory_bytes))["pools"]
-    kind = GPU if trainer.task.placement.device == "cuda" else replace(GPU, name="cpu")
+    settings = build(model, CASES[name])
+    plan = dict(line[:2] for line in plan_memory(settings, settings.algebra, [], GPU.memory_bytes))["pools"]
+    kind = GPU if settings.placement.device == "cuda" else replace(GPU, name="cpu")
     problem, costs = (
-        build_problem(trainer, Cluster((Node(kind, 8, 1e11),) * 2, 1e10)),
+        build_problem(settings, Cluster((Node(kind, 8, 1e11),) * 2, 1e10)),
         AnalyticalCosts(AnalyticalConfig()),
     )
     memory: dict[str, dict[str, Any]] = {}
     for role in problem.roles:
-        placement, pool = place(trainer, problem, role)
-        parts = costs.memory(problem, role, placement, pool, trainer.task.rollout.mode)
+        placement, pool = place(settings, problem, role)
+        parts = costs.memory(problem, role, placement, pool, settings.rollout.mode)
         memory.setdefault(pool.name, {})[role.name] = parts
     assert memory.keys() == plan.keys()
     for pool_name, roles in memory.items():
@@ -143,12 +141,12 @@ def test_plan_and_map_say_the_same_bytes(model: Path, name: str) -> None:
 def test_plan_and_map_divide_stages_into_chunks(model: Path) -> None:
     """Map proposes no stages that plan would refuse; the model has four layers."""
     stages, key = "actor.engine.pipeline_model_parallel_size", "actor.engine.virtual_pipeline_model_parallel_size"
-    trainer = build(model, [*MEGATRON, f"{stages}=2", f"{key}=2"])
-    problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+    settings = build(model, [*MEGATRON, f"{stages}=2", f"{key}=2"])
+    problem = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10))
     found = {mesh.pipeline for mesh in list_meshes(problem, problem.role("actor"), Pool("one", ((0, 8),)))}
     assert found == {2}
     size = measure_model(ModelConfig(str(model)))
-    check_split(trainer, size)
+    check_split(settings, size)
     with pytest.raises(ConfigError, match=rf"{key} is 3, .* 2 layers in each stage, .* would fit: 1, 2$"):
         check_split(build(model, [*MEGATRON, f"{stages}=2", f"{key}=3"]), size)
     uneven = "actor.engine.num_layers_in_first_pipeline_stage=2"
@@ -158,9 +156,9 @@ def test_plan_and_map_divide_stages_into_chunks(model: Path) -> None:
 def test_weights_from_host_memory_cost_copies_and_a_slower_optimizer(model: Path) -> None:
     costs, found = AnalyticalCosts(AnalyticalConfig()), []
     for changes in ([], ["actor.engine.offload_policy=true"]):
-        trainer = build(model, ["placement.device=cuda", *changes])
-        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
-        placement, pool = place(trainer, problem, problem.role("actor"))
+        settings = build(model, ["placement.device=cuda", *changes])
+        problem = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        placement, pool = place(settings, problem, problem.role("actor"))
         stage = next(each for each in problem.stages if each.name == "update_actor")
         found.append(costs.stage_cost(problem, stage, placement, pool, "hybrid"))
     plain, streamed = found
@@ -173,9 +171,9 @@ def test_chunks_of_stages_cost_exchanges_and_save_idle_time(model: Path) -> None
     stages, costs = [*MEGATRON, "actor.engine.pipeline_model_parallel_size=2"], AnalyticalCosts(AnalyticalConfig())
     found = []
     for changes in ([], ["actor.engine.virtual_pipeline_model_parallel_size=2"]):
-        trainer = build(model, [*stages, *changes])
-        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
-        placement, pool = place(trainer, problem, problem.role("actor"))
+        settings = build(model, [*stages, *changes])
+        problem = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        placement, pool = place(settings, problem, problem.role("actor"))
         stage = next(each for each in problem.stages if each.name == "update_actor")
         found.append(costs.stage_cost(problem, stage, placement, pool, "hybrid"))
     plain, chunks = found
@@ -186,8 +184,8 @@ def test_chunks_of_stages_cost_exchanges_and_save_idle_time(model: Path) -> None
 
 def actor_of(model: Path, *changes: str, mesh: Mesh | None = None) -> tuple[Any, RoleSpec]:
     """Return the memory of the actor on eight devices, and the actor."""
-    trainer = build(model, [*EIGHT, *changes])
-    problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+    settings = build(model, [*EIGHT, *changes])
+    problem = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10))
     role = problem.role("actor")
     placement = Placement("actor", "p", mesh or Mesh(data=8), 4)
     parts = AnalyticalCosts(AnalyticalConfig()).memory(problem, role, placement, Pool("p", ((0, 8),)), "hybrid")
@@ -197,11 +195,13 @@ def actor_of(model: Path, *changes: str, mesh: Mesh | None = None) -> tuple[Any,
 def test_responses_share_the_activations_of_their_prompt(model: Path) -> None:
     def activations(shares: bool, ranks: int) -> int:
         changes = [*CASES["prompts that responses share"], f"placement.n_gpus_per_node={ranks}"]
-        trainer = build(model, [*changes, f"actor.engine.share_prompts={shares}"])
-        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        settings = build(model, [*changes, f"actor.engine.share_prompts={shares}"])
+        problem = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10))
         at, pool = Placement("actor", "p", Mesh(data=ranks), 10), Pool("p", ((0, ranks),))
         costs = AnalyticalCosts(AnalyticalConfig())
-        return costs.memory(problem, problem.role("actor"), at, pool, "hybrid").activations
+        memory = costs.memory(problem, problem.role("actor"), at, pool, "hybrid")
+        # The layer at work takes more than the logits, which are whole here.
+        return memory.activations + memory.logits
 
     # 5 samples of 512 + 1,024 tokens; the weights of two ranks are gathered, and then nothing is shared.
     assert activations(True, 1) / activations(False, 1) == pytest.approx((103 + 1024) / (512 + 1024))
@@ -218,8 +218,8 @@ def test_an_adapter_has_the_only_gradients(model: Path) -> None:
 
 def test_a_process_on_a_cpu_is_smaller_than_one_on_a_gpu(model: Path) -> None:
     gpu, role = actor_of(model)
-    trainer = build(model, ["placement.device=cpu"])
-    problem = build_problem(trainer, Cluster((Node(replace(GPU, name="cpu"), 1, 1e9),), 1e9))
+    settings = build(model, ["placement.device=cpu"])
+    problem = build_problem(settings, Cluster((Node(replace(GPU, name="cpu"), 1, 1e9),), 1e9))
     at, pool = Placement("actor", "p", Mesh(), 4), Pool("p", ((0, 1),))
     cpu = AnalyticalCosts(AnalyticalConfig()).memory(problem, problem.role("actor"), at, pool, "hybrid")
     assert 0.3e9 < cpu.reserve < 0.7e9 < gpu.reserve
@@ -232,8 +232,8 @@ def test_a_process_on_a_cpu_is_smaller_than_one_on_a_gpu(model: Path) -> None:
 
 
 def test_the_cache_takes_its_part_of_a_device_whatever_its_rows_need(model: Path) -> None:
-    trainer = build(model, [*EIGHT, *REPLICAS, "rollout.gpu_memory_utilization=0.25"])
-    problem, costs = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10)), AnalyticalCosts(AnalyticalConfig())
+    settings = build(model, [*EIGHT, *REPLICAS, "rollout.gpu_memory_utilization=0.25"])
+    problem, costs = build_problem(settings, Cluster((Node(GPU, 8, 1e11),), 1e10)), AnalyticalCosts(AnalyticalConfig())
     role, pool = problem.role("rollout"), Pool("p", ((0, 8),))
     few, many = (
         costs.memory(problem, role, Placement("rollout", "p", Mesh(data=8), rows), pool, "hybrid") for rows in (1, 8)

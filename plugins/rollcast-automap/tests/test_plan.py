@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from rollcast.cli.app import build_app
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast_algorithms import full
 from rollcast_automap.composition import held_bytes, pool_bytes
@@ -30,9 +29,11 @@ from rollcast_automap.memory.memory_model import (
     MemoryItem,
     Passes,
     bound_activations,
+    bound_forward,
     bound_logits,
     count_gathered,
     count_kv_cache,
+    count_unreduced,
     measure_model,
 )
 from rollcast_automap.memory.process_memory import ProcessMemory
@@ -41,13 +42,12 @@ from rollcast_automap.plan import Plan, plan_run
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import data_parallel_size
 from rollcast_trainer.run.run_dir import differing_settings
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 
 def make_plan(overrides: Sequence[str], read_data: bool = True) -> Plan:
     config = compose(list(overrides)).config
-    trainer_class: Any = trainers.get(config.trainer.name)
-    return plan_run(trainer_class(TaskRunner(config, trainer_class.schema)), read_data)
+    return plan_run(check_run(config), read_data)
 
 
 def gsm8k(model: Path, *changes: str) -> list[str]:
@@ -392,7 +392,8 @@ def test_activations_are_near_and_below_their_bound(
     layout = EngineLayout(1, stored, stored, checkpointing=checkpointing)
     size = measure_model(ModelConfig(str(folder)))
     passes = Passes(4, 48, 16)
-    bound = bound_activations(size, passes, layout, attention == "eager") + bound_logits(size, passes, layout)
+    kept, at_work = bound_activations(size, passes, layout, attention == "eager")
+    bound = kept + at_work + bound_logits(size, passes, layout)
     assert kept_alive.requires_grad
     # Checkpointed layers are computed again in the backward, one after the other.
     assert bound / (20 if checkpointing else 3) < sum(saved.values()) < bound
@@ -406,45 +407,54 @@ def layout_of(engine: Any, ranks: int) -> EngineLayout:
 def test_layouts_of_engines() -> None:
     from rollcast_fsdp.schemas import FsdpConfig
 
-    assert layout_of(FsdpConfig(), 1) == EngineLayout(1, gradient=4, state=8, keeps_gradients=False)
+    assert layout_of(FsdpConfig(), 1) == EngineLayout(1, gradient=4, state=8)
     assert not layout_of(FsdpConfig(), 1).gathers
     mixed = layout_of(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 8)
-    assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8, keeps_gradients=False)
+    assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8)
     assert (mixed.shard(10), mixed.gathers) == (3, True)
     streams = layout_of(FsdpConfig(offload_policy=True), 1)
-    assert streams == EngineLayout(1, gradient=4, state=8, keeps_gradients=False, streams_weights=True)
+    assert streams == EngineLayout(1, gradient=4, state=8, streams_weights=True)
     assert streams.gathers
     assert not has_known_keys(object())
-    assert layout_of(object(), 4) == EngineLayout(1, gradient=4, state=8)
+    assert layout_of(object(), 4) == EngineLayout(1, gradient=4, state=8, keeps_gradients=True)
     lean = FsdpConfig(
         ulysses_sequence_parallel_size=2, use_fused_kernels=True, enable_activation_offload=True, model_dtype="bf16"
     )
     expected = EngineLayout(
         4, 2, 2, False, False, False, True, 2, head_positions=512, fused_logits=True, gradient=2, state=4
     )
-    assert layout_of(lean, 4) == replace(expected, keeps_gradients=False)
+    assert layout_of(lean, 4) == expected
     assert (data_parallel_size(lean, 8), data_parallel_size(object(), 8)) == (4, 8)
 
 
 def test_keys_that_save_memory_lower_the_bound(config_folder: Path) -> None:
     size, passes = measure_model(ModelConfig(str(config_folder))), Passes(8, 2048, 1024)
     large = replace(size, vocabulary=150_000, layers=24)
-    plain = bound_activations(large, passes, EngineLayout(1), eager=False)
+    plain, gradients = bound_activations(large, passes, EngineLayout(1), eager=False)
     logits = 3 * 4 * 8 * 1024 * 150_000
     assert bound_logits(large, passes, EngineLayout(1)) == logits
     assert bound_logits(large, passes, EngineLayout(1, fused_logits=True, head_positions=512)) == logits / 16
     half = EngineLayout(1, computed=2, fused_logits=True, head_positions=512)
     assert bound_logits(large, passes, half) == logits / 16 + 4 * 150_000 * large.hidden
     assert bound_logits(large, passes, half, copies=2) == logits / 24
-    assert bound_activations(large, passes, EngineLayout(1, sequence_parts=2), eager=False) == plain / 2
+    halves = bound_activations(large, passes, EngineLayout(1, sequence_parts=2), eager=False)
+    assert halves == (plain / 2, gradients / 2)
     assert bound_logits(large, passes, EngineLayout(1, sequence_parts=2)) == logits / 2
-    assert bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False) == plain / 24
+    at_work = plain / 24 + gradients
+    assert bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False) == (0, at_work)
+    recomputed = bound_activations(large, passes, EngineLayout(1, checkpointing=True), eager=False)
+    assert recomputed == (24 * 8 * 2048 * large.hidden * 4, at_work)
+    assert bound_forward(large, passes, EngineLayout(1), eager=False) < at_work
+    assert bound_forward(large, passes, EngineLayout(1), eager=True) > bound_forward(
+        large, passes, EngineLayout(1), eager=False
+    )
 
 
 def test_interleaved_stages_keep_more_activations(config_folder: Path) -> None:
     size, passes = replace(measure_model(ModelConfig(str(config_folder))), layers=24), Passes(8, 2048, 1024)
     bounds = [
-        bound_activations(size, passes, EngineLayout(1, pipeline=4, chunks=chunks), eager=False) for chunks in (1, 2, 3)
+        bound_activations(size, passes, EngineLayout(1, pipeline=4, chunks=chunks), eager=False)[0]
+        for chunks in (1, 2, 3)
     ]
     # The first stage holds stages * chunks + stages - 1 chunks of 24 / (stages * chunks) layers.
     assert [bound / (bounds[0] / 24) for bound in bounds] == [24, 33, 30]
@@ -460,7 +470,11 @@ def test_gathered_weights_are_two_layers_and_what_is_outside(config_folder: Path
     deep = type(size)(**{**vars(deep), "value_parameters": size.value_parameters + 4 * size.layer})
     assert count_gathered(deep, EngineLayout(2)) == pytest.approx(4 * (outside + 2 * size.layer), rel=0.01)
     assert count_gathered(deep, EngineLayout(2, reshards=False)) == 4 * deep.parameters
-    assert count_gathered(deep, EngineLayout(1)) == 0
+    assert count_gathered(deep, EngineLayout(2), layers=3) - count_gathered(deep, EngineLayout(2)) == 4 * size.layer
+    assert count_gathered(deep, EngineLayout(1)) == count_unreduced(deep, EngineLayout(1)) == 0
+    mixed = count_unreduced(deep, EngineLayout(2, computed=2))
+    assert mixed == 2 * deep.vocabulary * deep.hidden + (2 + 4) * size.layer
+    assert count_unreduced(deep, EngineLayout(2, computed=2), value_model=True) == (2 + 4) * size.layer
 
 
 def test_models_take_turns_and_offloaded_state_comes_back() -> None:
@@ -489,7 +503,7 @@ def test_models_take_turns_and_offloaded_state_comes_back() -> None:
     assert held_bytes([parts[0], replica]) == 310 + 8
 
 
-def test_gradients_of_fsdp_leave_the_device_before_it_generates(config_folder: Path) -> None:
+def test_gradients_leave_the_device_before_it_generates(config_folder: Path) -> None:
     def phases(*changes: str) -> dict[str, int]:
         plan = make_plan(gsm8k(config_folder, "trainer.total_steps=1", *changes), read_data=False).as_dict()
         return plan["memory"]["pools"]["global_pool"]
@@ -499,12 +513,11 @@ def test_gradients_of_fsdp_leave_the_device_before_it_generates(config_folder: P
     held = ("actor: parameters", "actor: optimizer state", "reference: parameters", "workers: context and libraries")
     assert device["held"] == sum(items[name] for name in held)
     assert device["generating"] == device["held"] + items["rollout: weights"] + items["rollout: KV cache"]
-    passes = ("gradients", "activations", "logits", "gathered weights")
+    passes = ("gradients", "unreduced gradients", "activations", "logits", "gathered weights")
     assert device["updating"] == device["held"] + sum(items[f"actor: {name}"] for name in passes)
-    # megatron-core keeps its gradient buffers.
     found = phases("engine=megatron", "placement.device=cuda", "actor.engine.dtype=float32")
     items, device = found["items"], found["device"]
-    assert device["held"] == sum(items[name] for name in (*held, "actor: gradients"))
+    assert device["held"] == sum(items[name] for name in held)
 
 
 def test_both_ends_of_a_weight_sync_are_on_the_devices_at_once() -> None:
@@ -553,7 +566,11 @@ def test_a_plan_shows_what_the_device_decided(config_folder: Path) -> None:
         return text.stdout, json.loads(as_json.stdout).get("defaults of the device")
 
     text, found = shown("placement.device=cuda", "actor.engine.use_remove_padding=false")
-    assert found == {"actor.engine.param_dtype": "bf16", "actor.engine.enable_gradient_checkpointing": True}
+    assert found == {
+        "actor.engine.param_dtype": "bf16",
+        "actor.engine.enable_gradient_checkpointing": True,
+        "rollout.update_weights_bucket_megabytes": 512,
+    }
     assert "actor.engine.param_dtype=bf16 (on cuda: the speed of bf16, with fp32 master weights)" in text
     assert shown("placement.device=cpu")[1] is None
 

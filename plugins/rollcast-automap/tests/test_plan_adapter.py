@@ -28,7 +28,7 @@ def test_the_adapter_is_counted_as_peft_makes_it(small_task: SmallTask, tmp_path
     with set_up(small_task.ppo(tmp_path, "model.lora_rank=4", f"model.target_modules={targets}")) as trainer:
         engine = worker_of(trainer).actor.engine
         numbers = sum(tensor.numel() for tensor in engine.get_adapter().tensors.values())
-        assert count_adapter(trainer.task.model) == numbers > 0
+        assert count_adapter(trainer.run.settings.model) == numbers > 0
 
 
 def test_an_adapter_takes_the_place_of_optimizer_state_and_reference(small_task: SmallTask, tmp_path: Path) -> None:

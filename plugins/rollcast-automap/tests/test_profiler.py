@@ -14,7 +14,6 @@ from trainer_tools import SmallTask, before_stage, launch, read_metrics, without
 
 from rollcast import Worker
 from rollcast.config import compose
-from rollcast.contracts.trainer import trainers
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast_automap.profiling.contract import BaseProfiler, profilers
@@ -22,7 +21,7 @@ from rollcast_automap.profiling.schemas import NsysConfig
 from rollcast_automap.profiling.stepper import StepProfiler
 from rollcast_automap.profiling.tools import NsysProfiler
 from rollcast_ray import RayRuntime
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.api import PpoTrainer, Run, RunSettings, check_run
 from rollcast_trainer.workers.roles import Role
 
 pytestmark = pytest.mark.long
@@ -38,10 +37,9 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def build(overrides: list[str]) -> Any:
+def build(overrides: list[str]) -> RunSettings:
     config = compose(overrides).config
-    trainer_class: Any = trainers.get(config.trainer.name)
-    return trainer_class(TaskRunner(config, trainer_class.schema))
+    return check_run(config)
 
 
 @pytest.fixture
@@ -184,19 +182,23 @@ def test_a_profiler_that_fails_is_given_up_and_the_run_goes_on(
 
 
 def test_a_run_that_fails_within_a_profiled_step_leaves_its_trace(small_task: SmallTask, tmp_path: Path) -> None:
-    trainer = build(small_task.ppo(tmp_path / "run", "profiler=torch", "profiler.steps=[2]"))
+    def build_trainer(name: str, step: int) -> PpoTrainer:
+        changes = ["profiler=torch", f"profiler.steps=[{step}]"]
+        return PpoTrainer(Run(build(small_task.ppo(tmp_path / name, *changes))))
+
+    trainer = build_trainer("run", 2)
 
     def fail(state: Any) -> None:
         raise ZeroDivisionError if trainer.step == 1 else LookupError
 
     before_stage(trainer, "advantage", fail)
-    with trainer.task, pytest.raises(LookupError):
+    with trainer.run, pytest.raises(LookupError):
         trainer.fit()
     assert not (tmp_path / "run" / "profiles").exists() or files_of(tmp_path / "run" / "profiles") == []
-    second = build(small_task.ppo(tmp_path / "other", "profiler=torch", "profiler.steps=[1]"))
+    second = build_trainer("other", 1)
     before_stage(second, "advantage", fail)
-    with second.task, pytest.raises(LookupError):
-        trainer.step = 0
+    with second.run, pytest.raises(LookupError):
+        trainer.run.completed = 0
         second.fit()
     assert {"actor_rollout.generate_sequences"} <= names_in(next((tmp_path / "other" / "profiles").iterdir()))
 

@@ -27,7 +27,16 @@ def test_equal_lengths_give_the_time_that_one_can_work_out(tmp_path: Path) -> No
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("40\n40\n")
     sizes = ["trainer=ppo", "algorithm=grpo", "engine=fsdp", "rollout=hf", "data.max_response_length=64", "rollout.n=2"]
-    arguments = [*sizes, "data.train_batch_size=8", *SPEEDS, "--lengths", str(lengths), "--staleness", "0,1"]
+    arguments = [
+        *sizes,
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        *SPEEDS,
+        "--lengths",
+        str(lengths),
+        "--staleness",
+        "0,1",
+    ]
     turns, beside = simulate(*arguments)
     assert turns["step_s"] == pytest.approx(8.0)
     assert turns["trainer_waits"] == pytest.approx(0.5)
@@ -40,7 +49,16 @@ def test_equal_lengths_give_the_time_that_one_can_work_out(tmp_path: Path) -> No
 
 def test_the_rule_of_the_recipe_is_simulated() -> None:
     sizes = ["trainer=ppo", "algorithm=grpo", "engine=fsdp", "rollout=hf", "data.train_batch_size=8", "rollout.n=2"]
-    (row,) = simulate(*sizes, "trainer.admission=drop", *SPEEDS, "--staleness", "1", "--mean-length", "100")
+    (row,) = simulate(
+        *sizes,
+        "actor.ppo_mini_batch_size=8",
+        "trainer.admission=drop",
+        *SPEEDS,
+        "--staleness",
+        "1",
+        "--mean-length",
+        "100",
+    )
     assert row["dropped"] > 0
     assert row["max_age"] <= row["age_bound"] == 1
 

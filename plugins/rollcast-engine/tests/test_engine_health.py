@@ -33,8 +33,8 @@ def test_a_distribution_for_another_torch(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = [each for each in check_extensions(str(torch.__version__)) if each.name == "tp-kernels"]
     assert found.state == "problem"
-    assert "built for torch==1.2" in found.found
-    assert "pip install --upgrade tp-kernels" in found.mend
+    assert "built for torch==1.2" in found.message
+    assert "pip install --upgrade tp-kernels" in found.fix
 
 
 def test_a_library_with_symbols_of_another_abi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_a_library_with_symbols_of_another_abi(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(health.ctypes, "CDLL", load)
     (found,) = [each for each in check_extensions(str(torch.__version__)) if each.name == "tp-abi"]
-    assert "undefined symbol" in found.found
-    assert "--no-cache-dir tp-abi" in found.mend
+    assert "undefined symbol" in found.message
+    assert "--no-cache-dir tp-abi" in found.fix
 
 
 def named(check: Any, config: Any = None) -> dict[str, Finding]:
@@ -66,7 +66,7 @@ def test_a_missing_device() -> None:
         pytest.skip("this machine has a device")
     found = named(TorchCheck(), {"placement": {"device": "cuda"}})["devices"]
     assert found.state == "problem"
-    assert "placement.device" in found.mend
+    assert "placement.device" in found.fix
 
 
 def test_gloo_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,8 @@ def test_gloo_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
     found = named(TorchCheck())["gloo"]
     assert found.state == "problem"
-    assert found.found.endswith("no interface")
-    assert "GLOO_SOCKET_IFNAME" in found.mend
+    assert found.message.endswith("no interface")
+    assert "GLOO_SOCKET_IFNAME" in found.fix
 
 
 def test_a_model_folder(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_model_folder(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-1.safetensors").touch()
-    assert "lacks 1 of its weight files, such as model-2.safetensors" in named(ModelCheck(), config)["weights"].found
+    assert "lacks 1 of its weight files, such as model-2.safetensors" in named(ModelCheck(), config)["weights"].message
     (tmp_path / "model-2.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     assert {each.state for each in named(ModelCheck(), config).values()} == {"ok"}

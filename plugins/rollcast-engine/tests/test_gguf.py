@@ -196,10 +196,10 @@ def test_the_doctor_knows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (finding.state, finding.name) == ("ok", "gguf")
     pretend(monkeypatch)
     (finding,) = ModelCheck().run(HealthSetup(config={"model": {"path": str(tmp_path)}}))
-    assert (finding.state, finding.mend) == ("problem", "pip install 'rollcast-engine[gguf]'")
+    assert (finding.state, finding.fix) == ("problem", "pip install 'rollcast-engine[gguf]'")
     (tmp_path / "b.gguf").touch()
     (finding,) = ModelCheck().run(HealthSetup(config={"model": {"path": str(tmp_path)}}))
-    assert finding.state == "problem" and "name one of them: a.gguf, b.gguf" in finding.found
+    assert finding.state == "problem" and "name one of them: a.gguf, b.gguf" in finding.message
 
 
 def test_the_extra_installs_what_a_conversion_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def go_on_from(context: WorkerContext, folder: Path, before: Path) -> dict[str, 
 def fail_to_write(context: WorkerContext, folder: Path, checkpoint: Path) -> str:
     """The error of a checkpoint in the background of which one rank cannot write its part."""
     from rollcast.errors import CheckpointError
-    from rollcast_fsdp import checkpoint as checkpoints
+    from rollcast_engine import sharded_checkpoint as checkpoints
 
     write = checkpoints.write_sums
 

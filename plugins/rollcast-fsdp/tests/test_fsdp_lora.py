@@ -103,10 +103,12 @@ def test_two_ranks_train_as_one(ranks: Any, folder: str, request: pytest.Fixture
         torch.testing.assert_close(both, alone[key]["log_probs"], rtol=1e-5, atol=2e-5)
 
 
-def test_a_value_model_trains_its_head_too(ranks: Any, model_folder: Path) -> None:
-    alone = lora.train(ALONE, model_folder, model_type="value_model")
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_value_model_trains_its_head_too(ranks: Any, experts: int, tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model", experts=experts)
+    alone = lora.train(ALONE, folder, model_type="value_model")
     assert alone["weights"]["score.weight"].any()
-    for result in ranks.run(lora.train, folder=model_folder, model_type="value_model"):
+    for result in ranks.run(lora.train, folder=folder, model_type="value_model"):
         assert_same(result["adapter"], alone["adapter"])
         assert_same(result["weights"], alone["weights"])
 

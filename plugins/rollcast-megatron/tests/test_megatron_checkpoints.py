@@ -40,6 +40,7 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         torch.testing.assert_close(after["after"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("family", "tied", "source", "target"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from typing import ClassVar
 
 import pytest
@@ -16,48 +18,74 @@ INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EXPERTS = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+#: Layouts that always run; the others are combinations of what these have, and run with ROLLCAST_ALL_CASES=1.
+ALWAYS = (
+    "sequence parallel, in chunks",
+    "packed, interleaved",
+    "copies of the optimizer",
+    "copies, overlapped",
+    "tensor x pipeline",
+    "uneven, interleaved",
+    "packed context",
+    "context x copies",
+)
+ALWAYS_OF_A_MIXTURE = ("interleaved, recomputed", "tensor x experts", "experts over packed context")
+
+
+def some(layouts: dict[str, Layout], always: Collection[str]) -> dict[str, Layout]:
+    if os.environ.get("ROLLCAST_ALL_CASES"):
+        return layouts
+    return {name: layouts[name] for name in always}
 
 
 class TestMegatronEngine(EngineSuite):
     name = "megatron"
     packing_config: ClassVar = PACKED
-    layouts: ClassVar = {
-        "tensor": Layout(2, TENSOR),
-        "sequence parallel, in chunks": Layout(2, {**TENSOR, "sequence_parallel": True, "head_chunk_size": 3, **FULL}),
-        "pipeline": Layout(2, {**PIPELINE, "recompute_granularity": "selective"}),
-        "interleaved": Layout(2, INTERLEAVED, layers=4),
-        "packed, interleaved": Layout(2, {**INTERLEAVED, **PACKED, **FULL}, layers=4),
-        "copies": Layout(2),
-        "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
-        "copies, overlapped": Layout(2, OVERLAP),
-        "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
-        "pipeline x copies": Layout(4, PIPELINE),
-        "interleaved x copies": Layout(4, INTERLEAVED, layers=4),
-        "uneven, interleaved": Layout(2, {**INTERLEAVED, "num_layers_in_first_pipeline_stage": 2}, layers=6),
-        "four stages, interleaved": Layout(4, {**INTERLEAVED, "pipeline_model_parallel_size": 4}, layers=8),
-        "packed, sequence parallel": Layout(2, {**TENSOR, **PACKED, "sequence_parallel": True}),
-        "packed pipeline": Layout(2, {**PIPELINE, **PACKED, "recompute_granularity": "selective"}),
-        "context": Layout(2, CONTEXT),
-        "packed context": Layout(2, {**CONTEXT, **PACKED, **FULL, "use_distributed_optimizer": False}),
-        "tensor x packed context": Layout(4, {**TENSOR, **CONTEXT, **PACKED, "sequence_parallel": True}),
-        "packed context x pipeline": Layout(4, {**PIPELINE, **CONTEXT, **PACKED}),
-        "context x copies": Layout(4, CONTEXT),
-        "tensor x copies, overlapped": Layout(4, {**TENSOR, **OVERLAP, "sequence_parallel": True}),
-    }
+    layouts: ClassVar = some(
+        {
+            "tensor": Layout(2, TENSOR),
+            "sequence parallel, in chunks": Layout(
+                2, {**TENSOR, "sequence_parallel": True, "head_chunk_size": 3, **FULL}
+            ),
+            "pipeline": Layout(2, {**PIPELINE, "recompute_granularity": "selective"}),
+            "interleaved": Layout(2, INTERLEAVED, layers=4),
+            "packed, interleaved": Layout(2, {**INTERLEAVED, **PACKED, **FULL}, layers=4),
+            "copies": Layout(2),
+            "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
+            "copies, overlapped": Layout(2, OVERLAP),
+            "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
+            "pipeline x copies": Layout(4, PIPELINE),
+            "interleaved x copies": Layout(4, INTERLEAVED, layers=4),
+            "uneven, interleaved": Layout(2, {**INTERLEAVED, "num_layers_in_first_pipeline_stage": 2}, layers=6),
+            "four stages, interleaved": Layout(4, {**INTERLEAVED, "pipeline_model_parallel_size": 4}, layers=8),
+            "packed, sequence parallel": Layout(2, {**TENSOR, **PACKED, "sequence_parallel": True}),
+            "packed pipeline": Layout(2, {**PIPELINE, **PACKED, "recompute_granularity": "selective"}),
+            "context": Layout(2, CONTEXT),
+            "packed context": Layout(2, {**CONTEXT, **PACKED, **FULL, "use_distributed_optimizer": False}),
+            "tensor x packed context": Layout(4, {**TENSOR, **CONTEXT, **PACKED, "sequence_parallel": True}),
+            "packed context x pipeline": Layout(4, {**PIPELINE, **CONTEXT, **PACKED}),
+            "context x copies": Layout(4, CONTEXT),
+            "tensor x copies, overlapped": Layout(4, {**TENSOR, **OVERLAP, "sequence_parallel": True}),
+        },
+        ALWAYS,
+    )
 
 
 class TestMegatronEngineOfAMixture(EngineSuite):
     name = "megatron"
     packing_config: ClassVar = PACKED
     model_options: ClassVar = {"experts": 4}
-    layouts: ClassVar = {
-        "experts": Layout(2, EXPERTS),
-        "experts, recomputed": Layout(2, {**EXPERTS, **FULL, "use_distributed_optimizer": False}),
-        "pipeline": Layout(2, PIPELINE),
-        "interleaved, recomputed": Layout(2, {**INTERLEAVED, **FULL}, layers=4),
-        "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
-        "experts x copies": Layout(4, EXPERTS),
-        "experts x copies, overlapped": Layout(4, {**EXPERTS, **OVERLAP}),
-        "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
-        "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
-    }
+    layouts: ClassVar = some(
+        {
+            "experts": Layout(2, EXPERTS),
+            "experts, recomputed": Layout(2, {**EXPERTS, **FULL, "use_distributed_optimizer": False}),
+            "pipeline": Layout(2, PIPELINE),
+            "interleaved, recomputed": Layout(2, {**INTERLEAVED, **FULL}, layers=4),
+            "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
+            "experts x copies": Layout(4, EXPERTS),
+            "experts x copies, overlapped": Layout(4, {**EXPERTS, **OVERLAP}),
+            "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
+            "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
+        },
+        ALWAYS_OF_A_MIXTURE,
+    )

@@ -56,6 +56,7 @@ def assert_trained_alike(alone: dict[str, Any], results: list[dict[str, Any]]) -
             assert given.metrics == pytest.approx(expected.metrics, rel=1e-5)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], r".*(self_attn\.[kv]|mlp\.up)_proj"])
 @pytest.mark.parametrize("keys", [{}, SP2], ids=["alone", "sp2"])
 def test_training_is_that_of_peft(
@@ -87,6 +88,7 @@ def test_training_is_that_of_peft(
     assert_close(result["weights"], plain_weights(plain_model(folder)), rtol=0, atol=0)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("family", "tied", "keys"),
     [
@@ -114,6 +116,7 @@ def test_two_ranks_train_as_one(
     assert_trained_alike(alone, two_ranks.run(lora.train, folder=folder, **keys))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("keys", [TP2, SP2, PP2, VP2], ids=["tp2", "sp2", "pp2", "interleaved"])
 def test_a_value_model_trains_its_head_too(
     two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
@@ -127,6 +130,7 @@ def test_a_value_model_trains_its_head_too(
         assert_close(result["weights"], alone["weights"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", ["language_model", "value_model"])
 @pytest.mark.parametrize("keys", [{}, SP2], ids=["copies", "sp2"])
 def test_the_adapter_of_a_bfloat16_model_is_float32(
@@ -140,6 +144,7 @@ def test_the_adapter_of_a_bfloat16_model_is_float32(
             assert given.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("keys", [TP2, PP2, VP2, {}], ids=["tp2", "pp2", "interleaved", "copies"])
 def test_the_base_model_is_the_reference(two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]) -> None:
     folder = model_of()
@@ -160,6 +165,7 @@ def test_only_an_engine_with_an_adapter_has_a_base_model(model_of: Callable[...,
         engine.set_reference(engine)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("keys", [{}, SP2, PP2, VP2], ids=["copies", "sp2", "pp2", "interleaved"])
 def test_checkpoints_hold_the_adapter_and_resume(
     two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, keys: dict[str, Any]

@@ -45,6 +45,7 @@ def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
             )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("family", "tied", "keys"),
     [
@@ -78,6 +79,7 @@ def test_experts_among_dense_layers(
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -94,6 +96,7 @@ def test_experts_for_some_tokens_and_for_all(
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
@@ -153,6 +156,7 @@ def test_ranks_share_a_key_value_head(two_ranks: Ranks, tmp_path: Path, family: 
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **TP2))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("keys", [pytest.param(TP2, id="tp2"), pytest.param(PP2, id="pp2")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_parameters_are_gathered_together(

@@ -35,6 +35,7 @@ def assert_alike(plain: dict[str, Any], overlapped: dict[str, Any]) -> None:
             torch.testing.assert_close(found, tensor, rtol=limit, atol=limit / 2, msg=f"{when}: {name}")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "tied", "keys"),
     [
@@ -78,6 +79,7 @@ def test_bfloat16_weights_are_the_same_bits(two_ranks: Ranks, model_of: Callable
             assert torch.equal(overlapped["weights"][when][name], tensor), f"{when}: {name}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_chunks_of_stages_overlap_too(two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": model_of("qwen2", True), "checkpoint": tmp_path / "checkpoint"}

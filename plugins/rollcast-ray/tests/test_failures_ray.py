@@ -58,6 +58,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_for_all(group: WorkerGroup, tmp
         group.pid()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["raise_or_wait", "raise_or_wait_in_a_loop"])
 def test_an_error_of_one_rank_interrupts_the_others_and_poisons_the_group(
     group: WorkerGroup, tmp_path: Path, method: str

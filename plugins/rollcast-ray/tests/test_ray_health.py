@@ -42,8 +42,8 @@ def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
         address = f"127.0.0.1:{server.getsockname()[1]}"
     found = named({"runtime": {"address": address}})
     assert found["cluster"].state == "problem"
-    assert address in found["cluster"].found
-    assert "RAY_ADDRESS" in found["cluster"].mend
+    assert address in found["cluster"].message
+    assert "RAY_ADDRESS" in found["cluster"].fix
     assert found["niceness"].state == "warning"
 
 
@@ -54,8 +54,8 @@ def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     found = named()["cluster"]
-    assert "Version mismatch" in found.found
-    assert "on every node" in found.mend
+    assert "Version mismatch" in found.message
+    assert "on every node" in found.fix
 
 
 def test_a_cluster_that_can_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_cluster_that_can_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     found = named({"runtime": {"address": "auto"}})["cluster"]
     assert found.state == "ok"
-    assert "1 nodes, 8 GPUs" in found.found
+    assert "1 nodes, 8 GPUs" in found.message
 
 
 def test_what_earlier_sessions_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,18 +77,18 @@ def test_what_earlier_sessions_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "process_iter", lambda _: iter(running))
     monkeypatch.setattr(health, "_size_of", lambda _: 9 * 2**30)
     found = named()
-    assert "(processes 71)" in found["sessions"].found
-    assert found["sessions"].mend.startswith("kill 71 ends it")
-    assert "9.0 GiB" in found["session files"].found
+    assert "(processes 71)" in found["sessions"].message
+    assert found["sessions"].fix.startswith("kill 71 ends it")
+    assert "9.0 GiB" in found["session files"].message
 
 
 def test_a_folder_that_ray_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", f"/tmp/{'long' * 20}")
-    assert "too long a path" in named()["folder"].found
+    assert "too long a path" in named()["folder"].message
 
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcast_ray.machine.default_object_store", lambda: 2**20)
     found = named()["object store"]
     assert found.state == "problem"
-    assert "--shm-size" in found.mend
+    assert "--shm-size" in found.fix

@@ -33,22 +33,22 @@ def test_an_environment_without_rollcast(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     found = list(ReplicaCheck().run(config(tmp_path / "bare" / "bin" / "python", env={"PYTHONPATH": ""})))
     assert {each.state for each in found} == {"problem"}
-    assert "rollcast is not installed" in found[0].found
-    assert "-m pip install 'rollcast==" in found[0].mend
+    assert "rollcast is not installed" in found[0].message
+    assert "-m pip install 'rollcast==" in found[0].fix
 
 
 def test_an_environment_that_fits() -> None:
     (found,) = ReplicaCheck().run(config(sys.executable))
     assert found.state == "ok"
-    assert sys.executable in found.found
+    assert sys.executable in found.message
 
 
 def test_another_python_and_a_rollout_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"python": "3.99.1", "versions": {}, "findings": [], "error": "PluginLoadError: broken"}
     monkeypatch.setattr(health, "_ask", lambda *_: answer)
     problem, other = ReplicaCheck().run(config(sys.executable))
-    assert "PluginLoadError: broken" in problem.found
-    assert (other.state, "3.99.1" in other.found) == ("warning", True)
+    assert "PluginLoadError: broken" in problem.message
+    assert (other.state, "3.99.1" in other.message) == ("warning", True)
 
 
 class Engine(EngineCheck):
@@ -68,21 +68,21 @@ def test_an_engine_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(Engine().run(HealthSetup()))
     assert [each.state for each in found] == ["ok", "warning"]
-    assert found[0].found == f"pytest {pytest.__version__}"
+    assert found[0].message == f"pytest {pytest.__version__}"
 
 
 def test_an_engine_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tp_tiny_engine", None)
     _, found = Engine().run(HealthSetup())
     assert found.state == "problem"
-    assert "ModuleNotFoundError" in found.found
+    assert "ModuleNotFoundError" in found.message
 
 
 def test_an_engine_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ['pytest==1.0; extra == "cuda"'])
     found = next(Engine().run(HealthSetup()))
     assert found.state == "warning"
-    assert "tested with ==1.0" in found.found
+    assert "tested with ==1.0" in found.message
 
 
 def test_an_engine_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import torch
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.client import ReplicaGoneError
-from rollcast_serving.contracts.weight_sync import SyncInterruptedError, SyncOutcome
+from rollcast_serving.contracts.weight_sync import SyncInterruptedError, SyncOutcome, weight_syncs
 from rollcast_serving.generation import GenerationContractError
-from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.launcher import ReplicaAddress, served_by
 from rollcast_serving.sampler import Canary, ReplicaSampler
 
 METRICS = {"sync/seconds": 1.0, "sync/bytes": 8.0, "sync/tensors": 2.0, "sync/load_seconds": 0.5}
@@ -31,7 +32,8 @@ class ScriptedActor:
     def update_weights(self, version: int, replicas: Sequence[ReplicaAddress], whole: bool) -> list[SyncOutcome]:
         self.calls.append((version, [(each.index, each.generation) for each in replicas], whole))
         failed = self.script.pop(0) if self.script else {}
-        return [SyncOutcome(METRICS if len(failed) < len(replicas) else {}, failed), SyncOutcome()]
+        served = frozenset(each.index for each in replicas)
+        return [SyncOutcome(METRICS if len(failed) < len(replicas) else {}, failed, served), SyncOutcome()]
 
 
 class FewReplicas:
@@ -67,6 +69,37 @@ def test_the_dead_one_is_replaced_and_the_interrupted_ones_are_sent_to_again() -
     ]
     assert metrics["rollout/weight_version"] == 4
     assert metrics["sync/GB_per_s"] == pytest.approx(8e-9)
+
+
+def test_a_replica_that_no_rank_serves_is_told() -> None:
+    class Elsewhere(ScriptedActor):
+        def update_weights(self, version: int, replicas: Sequence[ReplicaAddress], whole: bool) -> list[SyncOutcome]:
+            return [SyncOutcome(METRICS, served=frozenset({0})), SyncOutcome(METRICS, served=frozenset({2}))]
+
+    canary = Canary([5], SamplingParams(), CanaryConfig(enable=False))
+    sampler = ReplicaSampler(Elsewhere([]), FewReplicas(), canary, takes_turns=False)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match="replica 1 on node n gets no weights"):
+        sampler.sync(4)
+
+
+@pytest.mark.parametrize(
+    ("sync", "served"),
+    [
+        ("cuda_ipc", {0: [0], 2: [1], 4: [2], 6: [3]}),
+        ("shared_memory", {0: [0, 1], 4: [2, 3]}),
+        ("collective", {0: [0, 1, 2, 3]}),
+    ],
+)
+def test_each_replica_is_served_by_a_rank_that_reaches_it(sync: str, served: Mapping[int, list[int]]) -> None:
+    # Two nodes of four devices; replicas of two.
+    replicas = [
+        ReplicaAddress(index, f"n{index // 2}", "h", 1, 2, "t", device=str(index % 2 * 2)) for index in range(4)
+    ]
+    for rank in range(8):
+        local = rank % 4
+        place = WorkerContext(rank, 8, local, 4, node=f"n{rank // 4}", device_id=str(local))
+        found = served_by(place, weight_syncs.get(sync).capabilities, replicas)
+        assert [replica.index for replica in found] == served.get(rank, [])
 
 
 def test_a_death_that_interrupts_nobody_costs_one_restart() -> None:

@@ -10,8 +10,10 @@ import inspect
 import json
 import os
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 from serving_tools import KeepingTarget, many_tensors
 from torch.multiprocessing import reductions
 
+from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.casting import CastRoom, WeightCast, loaded_dtype
@@ -60,6 +63,7 @@ def put_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cuda_ipc, "allocate", lambda size: torch.zeros(size, dtype=torch.uint8))
     monkeypatch.setattr(cuda_ipc, "settle", lambda: done.append("settle"))
+    monkeypatch.setattr(cuda_ipc, "collect", lambda: done.append("collect"))
     monkeypatch.setattr(cuda_ipc, "describe_tensor", describe)
     monkeypatch.setattr(cuda_ipc, "open_tensor", lambda described: shared[described["place"]])
     return done
@@ -360,6 +364,84 @@ def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytes
         sync.close()
 
 
+class _Aborting:
+    """A group whose member says when it is aborted, as has to be asked for with NCCL."""
+
+    def __init__(self, group: Any, aborted: list[int], rank: int) -> None:
+        self.group, self.aborted, self.rank = group, aborted, rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def abort(self) -> None:
+        self.aborted.append(self.rank)
+        self.group.abort()
+
+
+def test_both_ends_abort_the_groups_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[int] = []
+    original = collective._enter_group
+
+    def enter(store: Any, rank: int, *args: Any) -> Any:
+        inner = original(store, rank, *args)._group
+        return collective._Group(_Aborting(inner, aborted, rank), aborts=True)
+
+    monkeypatch.setattr(collective, "_members", {})
+    monkeypatch.setattr(collective, "_enter_group", enter)
+    engine, first, second = NamedTensors(many_tensors()), KeepingTarget(), KeepingTarget()
+    sync = make("collective", engine, [first, second], bucket_bytes=3000)
+    asyncio.run(sync.sync(1))
+    assert aborted == []
+    sync.targets = [first]
+    asyncio.run(sync.sync(2))
+    assert sorted(aborted) == [0, 1, 2]
+    sync.targets = [first, Dying(1, silently=True)]
+    deliveries = asyncio.run(sync.sync(3))
+    assert not any(isinstance(each, WeightReport) for each in deliveries)
+    assert aborted.count(0) == 3
+    assert aborted.count(1) == 3  # the old group, and the one that broke
+    sync.targets = [first, second]
+    assert all(isinstance(each, WeightReport) for each in asyncio.run(sync.sync(4)))
+    sync.close()
+    assert aborted.count(0) == 4
+
+
+class _Silent:
+    """A group in which nothing arrives."""
+
+    is_aborted = False
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        return types.SimpleNamespace(is_completed=lambda: False)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_member_whose_device_waits_in_vain_hears_that_the_sender_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_CHECK_S", 0.01)
+    store = serve_store("127.0.0.1", 0, timedelta(seconds=10))
+    store.set("1/bucket/0", json.dumps({"size": 8, "tensors": []}))
+    silent = _Silent()
+    meeting = ("127.0.0.1", store.port)
+    group = collective._Group(silent, aborts=True)
+    member = collective._Member(store, group, torch.device("cpu"), meeting)
+    threading.Timer(0.1, store.set, ("1/bucket/0", json.dumps({"broken": True}))).start()
+    with pytest.raises(WeightSyncError, match="broke off"):
+        member.receive(8, "1/bucket/0")
+    group.leave()
+    assert silent.is_aborted
+
+
+def test_nccl_that_differs_between_the_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2"}
+    monkeypatch.setattr(collective, "_nccl", lambda: ours)
+    collective._check_nccl(0, dict(ours))
+    for other in ({"version": "2.27.3"}, {"NCCL_CUMEM_ENABLE": "0"}):
+        with pytest.raises(WeightSyncError, match=f"target 1 has .*{next(iter(other.values()))}"):
+            collective._check_nccl(1, {**ours, **other})
+
+
 def test_disk_leaves_nothing(tmp_path: Path) -> None:
     asyncio.run(make("disk", NamedTensors(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
     assert list((tmp_path / "w").iterdir()) == []
@@ -538,9 +620,10 @@ def test_a_device_s_memory_is_described_once_and_settled_before_it_is_told(monke
     done = put_on_the_cpu(monkeypatch)
     sync = make("cuda_ipc", NamedTensors(many_tensors()), [KeepingTarget()], bucket_bytes=1 << 30)
     asyncio.run(sync.sync(1))
-    assert done == ["settle", "describe", "settle"]  # written, told, and read
+    once = ["settle", "describe", "settle", "collect"]  # written, told, read, and freed
+    assert done == once
     asyncio.run(sync.sync(2))
-    assert done[3:] == ["settle", "describe", "settle"]  # a new reader opens it anew
+    assert done == [*once, *once]
     sync.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import rollcast_sglang.conf
-from rollcast.contracts.rollout import RolloutSetup
+from rollcast.contracts.rollout import EngineNode, RolloutSetup
 from rollcast.errors import ConfigError, PluginLoadError
 from rollcast_sglang import environment, server_args
 from rollcast_sglang.schemas import SglangRolloutConfig
@@ -106,6 +106,9 @@ def test_stand_ins_are_for_cpus_without_the_real_packages(monkeypatch: pytest.Mo
     on_gpu = environment.server_environment(setup, base, gpu=True)
     assert on_gpu["PYTHONPATH"] == "/mine"
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
+    assert on_gpu["NCCL_CUMEM_ENABLE"] == "-2"
+    users = {**base, "NCCL_CUMEM_ENABLE": "1"}
+    assert environment.server_environment(setup, users, gpu=True)["NCCL_CUMEM_ENABLE"] == "1"
     on_cpu = environment.server_environment(setup, base, gpu=False)
     *folders, last = on_cpu["PYTHONPATH"].split(os.pathsep)
     assert sorted(path.name for folder in folders for path in Path(folder).iterdir() if path.name[0] != "_") == [
@@ -137,3 +140,27 @@ for name in (silu_and_mul, causal_conv1d, functional.resize, v2.resize):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run([sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "node"),
+    [
+        ({}, EngineNode()),
+        ({"dtype": "bfloat16", "tensor_model_parallel_size": 4, "mem_fraction_static": 0.6}, EngineNode()),
+        ({"free_cache_engine": False, "enforce_eager": True, "enable_prefix_caching": False}, EngineNode()),
+        ({"enable_weights_cpu_backup": False, "attention_backend": "fa3"}, EngineNode()),
+        ({"enable_lora": True, "max_lora_rank": 32}, EngineNode()),
+        ({"quantization": "fp8", "max_total_tokens": 4096}, EngineNode()),
+        ({"enable_rollout_routing_replay": True}, EngineNode()),
+        ({"tensor_model_parallel_size": 16}, EngineNode(1, 2, "h", "a", 5)),
+    ],
+)
+def test_the_installed_sglang_knows_what_it_is_given_on_a_device(
+    keys: dict[str, Any], node: EngineNode, tmp_path: Path
+) -> None:
+    pytest.importorskip("sglang")
+    known = server_args._known_arguments(environment.find_sglang())
+    assert known
+    folder = tiny_model_folder(tmp_path / "model")
+    setup = RolloutSetup(SglangRolloutConfig(**keys), str(folder), seed=3, pad_token_id=0, eos_token_id=2, node=node)
+    assert set(server_args.build_server_args(setup, 512, gpu=True)) <= set(known)

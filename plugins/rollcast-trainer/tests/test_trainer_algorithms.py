@@ -55,6 +55,7 @@ def test_an_estimator_of_turns_needs_agents(small_task: SmallTask, tmp_path: Pat
         launch(small_task.ppo(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={name}"))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", sorted(set(shipped(advantages)) - OF_TURNS))
 def test_every_estimator_trains(small_task: SmallTask, tmp_path: Path, name: str) -> None:
     file = tmp_path / "parts.py"
@@ -67,6 +68,7 @@ def test_every_estimator_trains(small_task: SmallTask, tmp_path: Path, name: str
     assert ("reward/baseline_mean" in rows[0]) == (name == "remax")
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", sorted(shipped(policy_losses)))
 def test_every_policy_loss_trains(small_task: SmallTask, tmp_path: Path, name: str) -> None:
     options = {"dro": ["actor.policy_loss_kwargs={dro_beta: 0.1}"]}.get(name, [])
@@ -169,7 +171,7 @@ def test_the_actor_waits_while_the_critic_warms_up(small_task: SmallTask, tmp_pa
 
 def test_a_greedy_baseline_is_that_of_the_rows_prompt(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, "algorithm.adv_estimator=remax")) as trainer:
-        batch = next(trainer.batches)
+        batch = trainer.run.prompts.draw()
         baselines = run_stages(trainer, batch, until="reward_baselines")["reward_baselines"].view(len(batch), -1)
         assert torch.equal(baselines, baselines[:, :1].expand_as(baselines))
         assert worker_of(trainer) is not None

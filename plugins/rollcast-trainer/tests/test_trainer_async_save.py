@@ -16,7 +16,7 @@ import torch
 from trainer_tools import SmallTask, launch, read_metrics, set_up, without_times, worker_of
 
 from rollcast.errors import CheckpointError
-from rollcast_fsdp import checkpoint
+from rollcast_engine import sharded_checkpoint as checkpoint
 
 ASYNC = ["trainer.async_save=true", "trainer.save_freq=1"]
 
@@ -52,16 +52,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     with set_up(small_task.ppo(tmp_path, *ASYNC)) as trainer:
         trainer.train_step()
         saved = weights(trainer)
-        assert trainer.task.checkpoints.steps() == []
-        trainer.task.trainer = replace(trainer.task.trainer, save_freq=-1)
+        assert trainer.run.checkpoints.steps() == []
+        settings = trainer.run.settings
+        trainer.run.settings = replace(settings, trainer=replace(settings.trainer, save_freq=-1))
         trainer.saver.settle()
         trainer.train_step()
-        assert trainer.task.checkpoints.steps() == []
+        assert trainer.run.checkpoints.steps() == []
         held.set()
         trainer.saver.settle(wait=True)
-        assert trainer.task.checkpoints.steps() == [1]
+        assert trainer.run.checkpoints.steps() == [1]
         later = weights(trainer)
-        worker_of(trainer).load_checkpoint(str(trainer.task.checkpoints.path(1)))
+        worker_of(trainer).load_checkpoint(str(trainer.run.checkpoints.path(1)))
         loaded = weights(trainer)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert any(not torch.equal(later[name], tensor) for name, tensor in saved.items())
@@ -114,7 +115,7 @@ def test_an_error_in_training_does_not_lose_the_checkpoint_under_way(
 KILLED = """
 import os, signal, sys
 from trainer_tools import launch
-from rollcast_fsdp import checkpoint
+from rollcast_engine import sharded_checkpoint as checkpoint
 
 write = checkpoint.write_sums
 

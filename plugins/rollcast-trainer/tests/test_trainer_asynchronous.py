@@ -22,8 +22,9 @@ from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.background_rollouts import age_metrics
-from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.schemas import PpoConfig
+from rollcast_trainer.run.data import train_batches
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings, check_run
 from rollcast_trainer.stages.policy_gap import precision_differs
 
 pytestmark = pytest.mark.long
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.long
 BESIDE = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["continue", "interrupt"])
 def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path: Path, policy: str) -> None:
     changes = ["trainer.max_staleness=1", "trainer.total_steps=4", f"rollout.update_in_flight={policy}"]
@@ -70,6 +72,7 @@ def test_stragglers_are_for_training_at_replicas(
         launch(small_task.ppo(tmp_path / "none", *keys))
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_trains_every_prompt_once(small_task: SmallTask, tmp_path: Path) -> None:
     """Groups under way when the checkpoint was written are generated again, and those that were trained are not."""
     changes = [*BESIDE, "trainer.max_staleness=2", "trainer.save_freq=1", "data.val_files=[]"]
@@ -79,9 +82,9 @@ def test_a_resumed_run_trains_every_prompt_once(small_task: SmallTask, tmp_path:
     assert state["position"] is not None
     for step in (3, 4):
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step}")
-    task = train(small_task.ppo(tmp_path, *changes, "trainer.total_steps=7"), after)
+    settings = train(small_task.ppo(tmp_path, *changes, "trainer.total_steps=7"), after)
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 8))
-    batches = task.train_batches()
+    batches = train_batches(settings)
     expected = [prompt for _ in range(7) for prompt in prompts_of(next(batches))]
     assert Counter(before.prompts[: 2 * 4] + after.prompts) == Counter(expected)
 
@@ -100,13 +103,13 @@ def prompts_of(batch: DataProto) -> list[str]:
     return [str(prompt) for prompt in batch.non_tensor_batch["raw_prompt"]]
 
 
-def train(overrides: list[str], seen: Seen) -> TaskRunner:
-    task = TaskRunner(compose(overrides).config, PpoConfig)
-    trainer = PpoTrainer(task)
+def train(overrides: list[str], seen: Seen) -> RunSettings:
+    run = Run(check_run(compose(overrides).config, PpoTrainer))
+    trainer = PpoTrainer(run)
     before_stage(trainer, "reward", seen)
-    with task:
+    with run:
         trainer.fit()
-    return task
+    return run.settings
 
 
 def test_ages_are_those_of_the_oldest_tokens_of_rows_that_train() -> None:
@@ -152,7 +155,7 @@ def test_what_cannot_work_is_refused_at_once(
 def test_tokens_that_may_be_older_are_corrected_by_default(small_task: SmallTask, tmp_path: Path) -> None:
     def columns(*changes: str) -> frozenset[str]:
         config = compose(small_task.ppo(tmp_path, *BESIDE, *changes)).config
-        return PpoTrainer(TaskRunner(config, PpoConfig)).run.columns_read
+        return check_run(config, PpoTrainer).columns_read
 
     weights = "rollout_is_weights"
     assert weights not in columns()
@@ -174,24 +177,24 @@ def test_tokens_that_may_be_older_are_corrected_by_default(small_task: SmallTask
 def test_another_precision_is_read_from_the_configuration(
     small_task: SmallTask, tmp_path: Path, keys: dict[str, Any], differs: bool
 ) -> None:
-    task = TaskRunner(compose(small_task.ppo(tmp_path, *BESIDE)).config, PpoConfig)
+    settings = check_run(compose(small_task.ppo(tmp_path, *BESIDE)).config, PpoTrainer)
     dtype = keys.get("dtype", "bfloat16")  # without the key, that of the model's folder
     beside = SimpleNamespace(
         uses_replicas=True,
         rollout=SimpleNamespace(quantization=None, **keys),
         rollout_dtype=None if dtype == "auto" else dtype,
-        engine_class=task.engine_class,
-        engine=task.engine,
+        engine_class=settings.engine_class,
+        engine=settings.engine,
     )
-    assert precision_differs(cast(TaskRunner, beside)) is differs
+    assert precision_differs(cast(RunSettings, beside)) is differs
     beside.uses_replicas = False  # the rollout uses the actor's module
-    assert not precision_differs(cast(TaskRunner, beside))
+    assert not precision_differs(cast(RunSettings, beside))
 
 
 def test_stages_do_not_depend_on_files_that_a_run_makes(small_task: SmallTask, tmp_path: Path) -> None:
     missing = str(tmp_path / "not-yet-there")
     config = compose([*small_task.ppo(tmp_path, *BESIDE), f"model.path={missing}"]).config
-    assert "update_actor" in [place.name for place in PpoTrainer(TaskRunner(config, PpoConfig)).places]
+    assert "update_actor" in [place.name for place in check_run(config, PpoTrainer).places]
 
 
 def test_eight_bit_weights_are_corrected_by_default(
@@ -199,9 +202,11 @@ def test_eight_bit_weights_are_corrected_by_default(
 ) -> None:
     config = compose(small_task.ppo(tmp_path, *BESIDE, "rollout.quantization=fp8")).config
     with pytest.raises(CapabilityError, match=r"rollout\.quantization is fp8, but rollout\.name=hf cannot round"):
-        TaskRunner(config, PpoConfig)
+        check_run(config, PpoTrainer)
     able = replace(HfRollout.capabilities, quantization=frozenset({"fp8"}))
     monkeypatch.setattr(HfRollout, "capabilities", able)
-    runner = TaskRunner(config, PpoConfig)
-    assert "rollout_is_weights" in PpoTrainer(runner).run.columns_read
-    assert runner.rollout_dtype == runner.engine_class.compute_dtype(runner.engine)  # the quantization alone differs
+    settings = check_run(config, PpoTrainer)
+    assert "rollout_is_weights" in settings.columns_read
+    assert settings.rollout_dtype == settings.engine_class.compute_dtype(
+        settings.engine
+    )  # the quantization alone differs

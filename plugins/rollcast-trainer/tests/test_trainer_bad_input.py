@@ -14,7 +14,7 @@ from rollcast.config import compose
 from rollcast.contracts.hooks import hookimpl, hooks
 from rollcast.errors import CapabilityError, ConfigError, DataError, PluginNotFoundError, ResourceError, RewardError
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_tool_of_no_engine(small_task: SmallTask, tmp_path: Path) -> None:
     tree["actor"]["engine"] = {}
     config = OmegaConf.create(tree)
     with pytest.raises(ConfigError, match=r"actor.engine.name is not set; choose one with engine="):
-        TaskRunner(config, PpoTrainer.schema)
+        check_run(config, PpoTrainer)
 
 
 def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
@@ -217,7 +217,7 @@ def test_listeners_are_left_out_by_name(
 ) -> None:
     CountingHooks.configured = 0
     with hooks.temporarily("counting", CountingHooks), caplog.at_level("WARNING", logger="rollcast.plugins"):
-        TaskRunner(compose(small_task.ppo(tmp_path, f"disabled_hooks={off}")).config, PpoTrainer.schema)
+        check_run(compose(small_task.ppo(tmp_path, f"disabled_hooks={off}")).config, PpoTrainer)
     assert CountingHooks.configured == heard
     # A recipe may name a listener that this machine does not have.
     assert ("not_installed" in caplog.text) == ("not_installed" in off)

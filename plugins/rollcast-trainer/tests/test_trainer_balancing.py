@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcast import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup, register
 from rollcast.protocol import DataProto, Jagged
-from rollcast_trainer.batch.balance import deal_rows, row_lengths, seqlen_metrics, spread_rows
+from rollcast_dispatch import make_token_balanced_dispatch_fn
+from rollcast_testing import SimulatedRuntime
+from rollcast_trainer.batch.balance import deal_rows, row_lengths, seqlen_metrics
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, plan_update
+from rollcast_trainer.workers.meter import Meter
+from rollcast_trainer.workers.role_group import RoleGroup
 
 WIDTH = 12
 
@@ -28,45 +35,30 @@ def chosen(batch: DataProto) -> torch.Tensor:
     return Jagged.of(batch["response_mask"]).sums()
 
 
-class Ranks:
-    """Splits a batch as a mesh does, into equal shards in a row, and remembers them."""
+class Squares(Worker):
+    def __init__(self) -> None:
+        self.register_mesh("model", self.rank, True)
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.shards: list[list[int]] = []
-
-    def __call__(self, batch: DataProto) -> DataProto:
-        padded = batch.pad_to_divisor(self.count)[0] if len(batch) else batch
-        self.shards = [row_lengths(shard) for shard in padded.chunk(self.count)] if len(batch) else []
-        return DataProto.from_dict({"square": batch["row"] ** 2})
-
-    @property
-    def heaviest(self) -> int:
-        return max(map(sum, self.shards))
+    @register(dispatch_mode=make_token_balanced_dispatch_fn("model"), rows="same")
+    def square(self, data: DataProto) -> DataProto:
+        """Return the square of each row's number, the rank that computed it and the rank's tokens."""
+        here = torch.full((len(data),), self.rank), torch.full((len(data),), sum(row_lengths(data)))
+        return DataProto.from_dict({"square": data["row"] ** 2, "rank": here[0], "tokens": here[1]})
 
 
-lengths_of_rows = st.lists(st.integers(1, WIDTH), max_size=40)
+@pytest.fixture(scope="module")
+def squares() -> Iterator[WorkerGroup]:
+    with SimulatedRuntime(1, 2) as runtime:
+        yield WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Squares), runtime=runtime)
 
 
-@given(lengths_of_rows, st.integers(1, 9))
-@settings(deadline=None)
-def test_results_come_back_in_order_and_no_rank_gets_more(lengths: list[int], ranks: int) -> None:
-    batch = make_batch(lengths)
-    plain, balanced = Ranks(ranks), Ranks(ranks)
-    plain(batch)
-    output = spread_rows(balanced, batch, lengths, ranks)
-    assert output["square"].tolist() == [row**2 for row in range(len(lengths))]
-    if lengths:
-        assert len({len(shard) for shard in balanced.shards}) == 1
-        assert balanced.heaviest <= plain.heaviest
-
-
-def test_the_longest_rows_are_not_left_together() -> None:
-    batch = make_batch([12, 11, 10, 9, 1, 1, 1, 1])
-    plain, balanced = Ranks(2), Ranks(2)
-    plain(batch)
-    spread_rows(balanced, batch, row_lengths(batch), 2)
-    assert (plain.heaviest, balanced.heaviest) == (42, 23)
+@pytest.mark.parametrize(("balances", "heaviest"), [(True, 23), (False, 42)])
+def test_a_call_on_a_role_spreads_the_longest_rows_if_it_balances(squares, balances: bool, heaviest: int) -> None:
+    role = RoleGroup("actor", "actor", squares, Meter(), balances, WIDTH)
+    output = role.infer(Squares.square, make_batch([12, 11, 10, 9, 1, 1, 1, 1]), ["square", "rank", "tokens"])
+    assert output["square"].tolist() == [row**2 for row in range(8)]
+    assert int(output["tokens"].max()) == heaviest
+    assert balances or output["rank"].tolist() == [0] * 4 + [1] * 4
 
 
 @given(st.lists(st.integers(0, 50), max_size=10), st.integers(1, 6))

@@ -132,7 +132,7 @@ def test_calls_to_pools_of_their_own_run_at_the_same_time(
         roles.temporarily("actor_rollout", MeetingActor),
         set_up(small_task.ppo(tmp_path / "run", *PPO, *apart)) as trainer,
     ):
-        batch = trainer.run_stages(trainer.draw_prompts())
+        batch = trainer.run_stages(trainer.run.draw_prompts())
         assert {"ref_log_prob", "values"} <= set(batch.keys())
         assert {path.name for path in place.iterdir()} == {"ref_log_prob", "values", "update_critic", "update_actor"}
         metrics, line = trainer.run.recorder.take(), trainer.run.timeline.take()

@@ -14,8 +14,7 @@ from rollcast.config import compose
 from rollcast.errors import ConfigError
 from rollcast_data.contract import preprocessors
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
-from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 MADE_UP = [
     {
@@ -63,8 +62,7 @@ def test_the_recipe_is_for_a_real_model(tmp_path: Path, model: Path) -> None:
     assert (config.actor.optim.lr, config.algorithm.adv_estimator, config.reward.name) == (1e-6, "grpo", "gsm8k")
     assert (config.actor.use_kl_loss, config.actor.kl_loss_coef, config.actor.kl_loss_type) == (True, 0.001, "k3")
     # Nothing is started, but all sizes and parts are checked.
-    trainer = PpoTrainer(TaskRunner(config, PpoTrainer.schema))
-    assert "4 mini-batches of 1280 rows" in trainer.algebra.describe()
+    assert "4 mini-batches of 1280 rows" in check_run(config).algebra.describe()
 
 
 def test_two_steps_on_a_tiny_model(tmp_path: Path, model: Path, data: tuple[Path, dict[str, int]]) -> None:

@@ -16,7 +16,8 @@ from rollcast.config import compose
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 
 pytestmark = pytest.mark.long
 
@@ -87,6 +88,7 @@ def is_judge(process: psutil.Process) -> bool:
     return any(Path(each.path).name.startswith("judge_") for each in process.open_files())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str], tmp_path: Path, ahead: int) -> None:
     beside = [
@@ -102,10 +104,10 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         *(beside if ahead else []),
     ]
     config = compose(small_task.ppo(tmp_path, *changes)).config
-    task = TaskRunner(config, PpoTrainer.schema)
-    trainer = PpoTrainer(task)
+    run = Run(check_run(config, PpoTrainer))
+    trainer = PpoTrainer(run)
     kill_a_judge_once(trainer)
-    with task:
+    with run:
         trainer.fit()
     rows = [row for row in read_metrics(tmp_path) if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]

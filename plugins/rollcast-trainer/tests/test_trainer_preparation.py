@@ -11,7 +11,8 @@ from trainer_tools import SmallTask
 from rollcast.config import compose
 from rollcast_data.contract import BasePreprocessor, PreprocessReport, preprocessors
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 
 
 def test_a_model_that_the_run_itself_writes_gets_the_users_changes(small_task: SmallTask, tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_a_model_that_the_run_itself_writes_gets_the_users_changes(small_task: S
     ]
     with preprocessors.temporarily("writes_model", WritesModel):
         config = compose(small_task.ppo(tmp_path / "run", *changes)).config
-        with TaskRunner(config, PpoTrainer.schema) as task:
-            changed = json.loads((Path(task.model.path) / "config.json").read_text())
+        with Run(check_run(config, PpoTrainer)) as run:
+            changed = json.loads((Path(run.settings.model.path) / "config.json").read_text())
     assert changed["rms_norm_eps"] == 0.5
     assert json.loads((made / "model" / "config.json").read_text())["rms_norm_eps"] != 0.5

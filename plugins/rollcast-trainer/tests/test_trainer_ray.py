@@ -163,6 +163,7 @@ def weights_of(run_dir: Path, part: str) -> dict[str, torch.Tensor]:
     return read_checkpoint(run_dir / "checkpoints" / "step_4" / part)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_another_number_of_workers(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     """From two to one and from one to two: sampled tokens, metrics and weights are those of the undisturbed run."""
     whole, two, one = (tmp_path / name for name in ("whole", "two", "one"))

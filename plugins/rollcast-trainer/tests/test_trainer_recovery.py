@@ -32,7 +32,7 @@ class Killed(PpoTrainer):
 
     def setup(self) -> None:
         super().setup()
-        for place in self.places:
+        for place in self.run.settings.places:
             before_stage(self, place.name, self._killing(place.name))
 
     def _killing(self, stage: str) -> Callable[[Any], None]:
@@ -90,6 +90,7 @@ def test_a_run_goes_on_after_kills_with_and_without_a_checkpoint(
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_after_the_loss_of_a_replica_with_its_worker(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:
@@ -127,15 +128,14 @@ def died(rank: int) -> WorkerError:
     return error
 
 
-def make_task(run_dir: Path, limit: int) -> Any:
-    """What recoveries need of a task that has lost its groups."""
-    return SimpleNamespace(
-        trainer=SimpleNamespace(max_recoveries=limit), groups={}, run_dir=run_dir, begin_again=lambda: 2
-    )
+def make_run(run_dir: Path, limit: int) -> Any:
+    """What recoveries need of a run that has lost its groups."""
+    settings = SimpleNamespace(trainer=SimpleNamespace(max_recoveries=limit), run_dir=run_dir)
+    return SimpleNamespace(settings=settings, groups={}, start_step=2, begin_again=lambda: None)
 
 
 def test_recoveries_are_bounded_and_told(tmp_path: Path) -> None:
-    recoveries = Recoveries(make_task(tmp_path, 1))
+    recoveries = Recoveries(make_run(tmp_path, 1))
     assert recoveries.accept(died(1))
     recovery = recoveries.begin(failed_step=3)
     assert recovery.describe() == (
@@ -147,17 +147,17 @@ def test_recoveries_are_bounded_and_told(tmp_path: Path) -> None:
     assert not recoveries.accept(last)
     assert "trainer.max_recoveries=1" in last.__notes__[0]
     assert [each["reason"] for each in read_jsonl(tmp_path / "recoveries.jsonl")] == [recovery.reason]
-    assert not Recoveries(make_task(tmp_path, 0)).accept(died(1))
+    assert not Recoveries(make_run(tmp_path, 0)).accept(died(1))
 
 
 def test_a_loss_while_a_recovery_starts_repeats_no_step(tmp_path: Path) -> None:
-    recoveries = Recoveries(make_task(tmp_path, 1))
+    recoveries = Recoveries(make_run(tmp_path, 1))
     assert recoveries.accept(died(1))
     assert recoveries.begin(failed_step=0).metrics()["recovery/steps_repeated"] == 0
 
 
 def test_only_a_loss_of_processes_is_recovered_from(tmp_path: Path) -> None:
-    recoveries = Recoveries(make_task(tmp_path, 3))
+    recoveries = Recoveries(make_run(tmp_path, 3))
     assert not recoveries.accept(ValueError("a bug"))
     raised = CheckpointError("not written")
     raised.__cause__ = died(0)

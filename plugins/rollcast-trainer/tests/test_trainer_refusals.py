@@ -27,7 +27,7 @@ from rollcast.contracts.algorithm import (
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 #: Written by every start.
 _REWRITTEN = (".lock", "config.yaml", "status.json", "report.html")
@@ -203,6 +203,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damaged_run_directory(
     run: Path,
@@ -219,6 +220,7 @@ def test_damaged_run_directory(
     assert not Path("evil").exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "values",
     [{"elapsed_s": "long"}, {"pid": "1", "host": 3}, {"total_steps": [1]}, {"state": None}, {"elapsed_s": True}],
@@ -316,27 +318,13 @@ class _Deaf(BaseTracker):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["algorithm.adv_kwargs={wrong: 1}"], "algorithm.adv_estimator=grpo of rollcast-algorithms"),
-        (["algorithm.adv_estimator=test_scores"], "returned a Tensor, not an AdvantageOutputs"),
+        (["algorithm.adv_kwargs={wrong: 1}"], "algorithm.adv_kwargs.wrong is set, but rollcast_algorithms"),
         (
             ["+actor.policy_loss_kwargs.wrong=1"],
-            "actor.policy_loss=vanilla of rollcast-algorithms 0.1.0 (rollcast_algorithms.policy_losses:vanilla) with "
-            "actor.policy_loss_kwargs={'wrong': 1} fails on a small batch: ValueError",
+            "actor.policy_loss_kwargs.wrong is set, but rollcast_algorithms.policy_losses.clipped:vanilla has no such "
+            "option; its options: none",
         ),
-        (["actor.policy_loss=test_bare"], "actor.policy_loss=test_bare of in-process"),
-        (["actor.loss_agg_mode=test_rows"], "actor.loss_agg_mode=test_rows of in-process"),
-        (
-            ["algorithm.adv_estimator=gae", "critic.loss_agg_mode=test_rows"],
-            "critic.loss_agg_mode=test_rows of in-process",
-        ),
-        (
-            ["actor.use_kl_loss=true", "actor.kl_loss_type=test_infinite"],
-            "actor.kl_loss_type=test_infinite of in-process",
-        ),
-        (
-            ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=test_infinite"],
-            "algorithm.kl_penalty=test_infinite of in-process",
-        ),
+        (["critic.loss_agg_mode=nowhere", "algorithm.adv_estimator=gae"], "asked for by: critic.loss_agg_mode"),
         (["trainer_kwargs.beta=1"], "trainer_kwargs.beta is set, but trainer=ppo takes no free options"),
         (["trackers=[test_deaf]"], "listens to 'on_metrics' with the argument 'stepp'"),
     ],
@@ -344,15 +332,35 @@ class _Deaf(BaseTracker):
 def test_a_plugin_that_cannot_work_is_refused_before_anything_is_written(
     train: Callable[..., Result], tmp_path: Path, changes: list[str], says: str
 ) -> None:
+    with trackers.temporarily("test_deaf", _Deaf):
+        assert_refused(train(tmp_path / "run", *changes), says)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["algorithm.adv_estimator=test_scores"], "_returns_scores returned a Tensor, not an instance of"),
+        (["actor.policy_loss=test_bare"], "returned a Tensor, not an instance of PolicyLossOutput"),
+        (["actor.loss_agg_mode=test_rows"], "it has to be one number, a float tensor []"),
+        (
+            ["actor.loss_agg_mode=test_detached"],
+            "returned a number without a gradient, so that nothing would be trained",
+        ),
+        (["actor.use_kl_loss=true", "actor.kl_loss_type=test_mean"], "returned estimates that are torch.float32 []"),
+    ],
+)
+def test_what_a_plugin_returns_is_checked_in_the_first_step(
+    train: Callable[..., Result], tmp_path: Path, changes: list[str], says: str
+) -> None:
     with (
         advantages.temporarily("test_scores", _returns_scores),
         policy_losses.temporarily("test_bare", lambda inputs: inputs.log_probs),
         loss_aggregations.temporarily("test_rows", lambda losses, mask, counts: losses.sum(-1)),
-        kl_penalties.temporarily("test_infinite", lambda log_probs, ref: (log_probs - ref).log()),
-        trackers.temporarily("test_deaf", _Deaf),
+        loss_aggregations.temporarily("test_detached", lambda losses, mask, counts: losses.detach().sum()),
+        kl_penalties.temporarily("test_mean", lambda log_probs, ref: (log_probs - ref).mean()),
     ):
-        assert_refused(train(tmp_path / "run", *changes), says)
-    assert not (tmp_path / "run").exists()
+        assert_refused(train(tmp_path / "run", *changes, "actor.skip_zero_advantage=false"), says)
 
 
 def test_a_trainer_may_take_free_options(small_task: SmallTask, tmp_path: Path) -> None:
@@ -360,7 +368,7 @@ def test_a_trainer_may_take_free_options(small_task: SmallTask, tmp_path: Path) 
         takes_kwargs = True
 
     config = compose(small_task.ppo(tmp_path / "run", "trainer_kwargs.beta=1")).config
-    assert Mine(TaskRunner(config, Mine.schema)).task.config.trainer_kwargs == {"beta": 1}
+    assert check_run(config, Mine).config.trainer_kwargs == {"beta": 1}
 
 
 @pytest.mark.parametrize(

@@ -173,17 +173,17 @@ def test_the_workers_of_a_cluster_copy_the_model_themselves(
     small_task: SmallTask, tmp_path: Path, cache: Path, whole_run: Path, ray_is_up: None
 ) -> None:
     """The driver's copy is removed before the workers start, as on a node without one."""
-    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.run.groups import RunGroups
 
-    start = TaskRunner.start_roles
+    start = RunGroups.start
 
-    def forget(self: TaskRunner, *args: Any) -> Any:
+    def forget(self: RunGroups, *args: Any) -> Any:
         assert any(cache.rglob("config.json"))
         shutil.rmtree(cache)
         return start(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TaskRunner, "start_roles", forget)
+        patch.setattr(RunGroups, "start", forget)
         launch(
             small_task.ppo(
                 tmp_path / "run",

@@ -17,8 +17,8 @@ from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.replay import RolloutRecord
-from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.schemas import PpoConfig
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 
 pytestmark = pytest.mark.long
 
@@ -86,14 +86,15 @@ def recorded(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_a_replay_needs_no_rollout_and_no_reward(small_task: SmallTask, tmp_path: Path, recorded: Path) -> None:
     config = compose(small_task.ppo(tmp_path, *RUN, f"trainer.replay={recorded}")).config
-    trainer = PpoTrainer(TaskRunner(config, PpoConfig))
-    names = [place.name for place in trainer.places]
+    trainer = PpoTrainer(Run(check_run(config, PpoTrainer)))
+    names = [place.name for place in trainer.run.settings.places]
     assert names[0] == "replay" and not {"rollout", "reward"} & set(names)
-    with trainer.task:
+    with trainer.run:
         trainer.fit()
         worker = trainer.run.actor.group.workers[0].handle.workers[trainer.run.actor.group.role]
         assert worker.rollout is None and worker.weight_sync is None
-        assert not hasattr(trainer.run, "scorer")
+        with pytest.raises(RuntimeError, match="replays recorded rollouts"):
+            _ = trainer.run.scorer
 
 
 def test_a_resumed_replay_and_a_resumed_record_are_those_of_one_run(
@@ -171,7 +172,7 @@ def test_other_weights_have_another_fingerprint(small_task: SmallTask, tmp_path:
     save_file(tensors, weights, metadata={"format": "pt"})
     config = compose([*small_task.ppo(tmp_path / "run"), f"model.path={model}"]).config
     own = json.loads((recorded / "rollouts" / "index.json").read_text())
-    found = fingerprints(TaskRunner(config, PpoConfig))
+    found = fingerprints(check_run(config))
     assert found["tokenizer"] == own["tokenizer"] and found["model"] != own["model"]
 
 

@@ -76,6 +76,7 @@ def none_is_left() -> Iterator[None]:
     assert not left
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -114,6 +115,7 @@ def test_the_same_run(
     assert list((tmp_path / "logs").glob("replica_*.log"))
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_and_two_replicas_with_one_killed(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     """Ranks of the actor resharded into replicas that take turns with it on its pool."""
     two = ["placement.n_gpus_per_node=2", "rollout.mode=hybrid"]
@@ -148,15 +150,15 @@ def test_the_canary_notices_stale_weights(
             trainer.run.sampler._check_canary()  # type: ignore[attr-defined]
         monkeypatch.setattr(trainer.run.sampler, "_send", lambda *_: {})  # the weights stay where they are
         with pytest.raises(WeightSyncError, match="canary"):
-            trainer.sync_weights()
+            trainer.run.sync_weights()
         monkeypatch.undo()
-        assert trainer.sync_weights()["sync/canary_gap"] < 1e-4
+        assert trainer.run.sync_weights()["sync/canary_gap"] < 1e-4
 
 
 def test_a_replica_that_was_killed_comes_back_with_the_present_weights(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, *SHARED)) as trainer:
         change_actor(trainer)
-        trainer.sync_weights()
+        trainer.run.sync_weights()
         (child,) = children()
         os.kill(child.pid, signal.SIGKILL)
         trainer.train_step()
@@ -183,4 +185,4 @@ def test_replicas_in_bfloat16_are_sent_bfloat16(small_task: SmallTask, tmp_path:
         sent = sum(tensor.numel() * (2 if tensor.dim() > 1 else 4) for _, tensor in named)
         assert (outcome.metrics["sync/tensors"], outcome.metrics["sync/bytes"]) == (len(named), sent)
         trainer.train_step()
-        assert 1e-5 < trainer.sync_weights()["sync/canary_gap"] < 0.2
+        assert 1e-5 < trainer.run.sync_weights()["sync/canary_gap"] < 0.2

@@ -243,7 +243,8 @@ def test_a_resumed_trainer_knows_its_place(task: SmallTask, whole_run: Path, tmp
     file.write_text(json.dumps({**json.loads(file.read_text()), "best_accuracy": 0.987}))
     with set_up(task.ppo(run_dir)) as trainer:
         assert (trainer.step, trainer.total_steps, trainer.best_accuracy) == (2, 4, 0.987)
-        assert (trainer.batches.epoch, trainer.batches.batch) == (0, 2)
+        position = trainer.run.prompts.state_dict()
+        assert (position["epoch"], position["batch"]) == (0, 2)
         assert worker_of(trainer).actor.engine.schedule_step == 2
 
 
@@ -342,7 +343,7 @@ class Watched(Interrupted):
     diary = Diary()
 
     def setup(self) -> None:
-        self.task.hooks.register(self.diary)
+        self.run.settings.hooks.register(self.diary)
         super().setup()
 
 
@@ -379,7 +380,7 @@ def test_the_run_is_as_long_as_its_epochs(task: SmallTask, tmp_path: Path) -> No
     with set_up(task.ppo(tmp_path, "trainer.total_steps=null", "trainer.total_epochs=5")) as trainer:
         assert trainer.total_steps == 15
         assert worker_of(trainer).setup.optim.total_training_steps == 15
-        assert trainer.task.actor.optim.total_training_steps == -1
+        assert trainer.run.settings.actor.optim.total_training_steps == -1
 
 
 def test_resume_disabled_starts_anew_and_keeps_the_earlier_run(

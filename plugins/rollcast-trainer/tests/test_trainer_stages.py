@@ -22,8 +22,9 @@ from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.settings import check_run
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage, list_workers
 from rollcast_trainer.run.supply import Changes, supply
-from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.workers.reward_model import with_end_state
 
 A = {
@@ -164,7 +165,7 @@ SHORT = ["trainer.total_steps=1", "trainer.val_before_train=false", "trainer.tes
 
 
 def places_of(overrides: list[str]) -> list[str]:
-    return [place.name for place in PpoTrainer(TaskRunner(compose(overrides).config, PpoTrainer.schema)).places]
+    return [place.name for place in check_run(compose(overrides).config, PpoTrainer).places]
 
 
 def test_each_estimator_gets_what_it_reads(small_task: SmallTask, tmp_path: Path) -> None:
@@ -217,8 +218,8 @@ def test_what_a_recipe_names_has_to_exist(small_task: SmallTask, tmp_path: Path)
 def test_a_role_has_an_engine_of_its_own(small_task: SmallTask, tmp_path: Path) -> None:
     overrides = small_task.ppo(tmp_path, "algorithm=gae", "critic.engine.param_offload=true")
     with set_up(overrides) as trainer:
-        task = trainer.task
-        assert (task.engine.param_offload, task.role_engine("critic").param_offload) == (False, True)
+        settings = trainer.run.settings
+        assert (settings.engine.param_offload, settings.role_engine("critic").param_offload) == (False, True)
         critic = trainer.run.workers("critic")
         assert critic.workers[0].handle.workers[critic.role].setup.engine.param_offload
     with pytest.raises(
@@ -235,7 +236,7 @@ def test_a_run_refuses_an_engine_of_one_rank_on_two(
     monkeypatch.setattr(engine_class, "capabilities", limited)
     config = compose(small_task.ppo(tmp_path, "runtime=ray", "placement.n_gpus_per_node=2")).config
     with pytest.raises(CapabilityError, match=r"actor\.engine\.name=fsdp runs on at most 1 rank"):
-        TaskRunner(config, PpoTrainer.schema)
+        check_run(config, PpoTrainer)
 
 
 @pytest.mark.long
@@ -265,11 +266,11 @@ def test_stop_tokens_of_the_model_reach_workers_and_replicas(
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": everything, "temperature": 0.0}))
     changes = [f"model.path={model}", *SHORT]
     with set_up(small_task.ppo(tmp_path / "run", *changes)) as trainer:
-        task: Any = trainer.run.task
-        ids = task.stop_token_ids
-        assert ids[0] == task.tokenizer.eos_token_id
+        settings = trainer.run.settings
+        ids = settings.stop_token_ids
+        assert ids[0] == settings.tokenizer.eos_token_id
         assert sorted(ids) == everything
-        assert task.rollout_model().stop_token_ids == ids
+        assert settings.served_model.stop_token_ids == ids
         batch = run_stages(trainer, until="rollout")
     assert Jagged.of(batch["response_mask"]).sums().eq(1).all()
     assert batch["finished"].all()
@@ -288,3 +289,35 @@ def test_end_state_follows_whatever_token_ended_the_response() -> None:
     masks = [[0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
     assert [row.tolist() for row in out["response_mask"].unbind()] == masks
     assert [row.tolist() for row in out["prompts"].unbind()] == [[5], [7, 5], [7, 5]]
+
+
+class NeedsJudge(TrainingStage):
+    """Needs a model that its declaration does not name."""
+
+    spec = StageSpec(reads=("uid",))
+
+    def needs(self) -> list[ModelNeeds]:
+        return [ModelNeeds("judge_model", entropy=True)]
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        return batch
+
+
+class Colder(NeedsJudge):
+    """Needs another temperature of the actor's logits than the next one."""
+
+    def needs(self) -> list[ModelNeeds]:
+        return [ModelNeeds("actor_rollout", temperature=0.5)]
+
+
+class Warmer(NeedsJudge):
+    def needs(self) -> list[ModelNeeds]:
+        return [ModelNeeds("actor_rollout", temperature=2.0)]
+
+
+def test_needs_that_cannot_be_met_are_refused(small_task: SmallTask, tmp_path: Path) -> None:
+    settings = check_run(compose(small_task.ppo(tmp_path)).config)
+    with pytest.raises(ConfigError, match="NeedsJudge needs something of the role judge_model"):
+        list_workers(settings, [NeedsJudge(None)], 1)
+    with pytest.raises(ConfigError, match="Colder and Warmer need different values of temperature"):
+        list_workers(settings, [Colder(None), Warmer(None)], 1)

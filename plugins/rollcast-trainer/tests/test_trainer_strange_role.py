@@ -13,7 +13,7 @@ from rollcast.config import compose
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast.plugins import discovery
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 
 SCHEMAS = '''
 from dataclasses import field
@@ -165,13 +165,13 @@ def test_a_strangers_role_runs_on_its_engine_in_its_pool(small_task: SmallTask, 
         graders, actors = trainer.run.groups["grader"], trainer.run.groups["actor_rollout"]
         assert graders.name != actors.name
         assert graders.workers[0].handle.workers["grader"].setup.key == "grader"
-        assert trainer.task.engine.name == "fsdp"
+        assert trainer.run.settings.engine.name == "fsdp"
 
 
 @pytest.mark.usefixtures("stranger")
 def test_a_strangers_role_has_the_actors_engine_by_default(small_task: SmallTask, tmp_path: Path) -> None:
     config = compose(small_task.ppo(tmp_path, "actor.engine.model_dtype=bf16")).config
-    assert TaskRunner(config, PpoTrainer.schema).role_engine("grader").model_dtype == "bf16"
+    assert check_run(config, PpoTrainer).role_engine("grader").model_dtype == "bf16"
 
 
 @pytest.mark.usefixtures("stranger")

@@ -18,9 +18,9 @@ from rollcast.config import compose
 from rollcast.errors import DataError
 from rollcast_serving.replicas import Replicas
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 from rollcast_trainer.run.timeline import TIMELINE_FILE, Timeline, TimelineWriter
-from rollcast_trainer.schemas import PpoConfig
 from rollcast_trainer.workers import busy
 from rollcast_trainer.workers.busy import BusyClock, limited, merged
 
@@ -98,10 +98,10 @@ def test_pools_overlap_with_rollouts_ahead_of_training(
 
     monkeypatch.setattr(Replicas, "respond", held)
     config = compose(small_task.ppo(tmp_path, *BESIDE, "data.val_files=[]", "trainer.total_steps=2")).config
-    task = TaskRunner(config, PpoConfig)
-    trainer = PpoTrainer(task)
+    run = Run(check_run(config, PpoTrainer))
+    trainer = PpoTrainer(run)
     trainer.run.on_synced.append(release)
-    with task:
+    with run:
         trainer.fit()
     lines = read_jsonl(tmp_path / TIMELINE_FILE)
     assert [line["step"] for line in lines] == [1, 2]

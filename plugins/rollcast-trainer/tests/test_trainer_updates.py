@@ -22,16 +22,15 @@ from trainer_tools import (
 )
 
 from rollcast.config import compose
-from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
 from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
+from rollcast_algorithms import k3, kl_cov, make_ppo_loss, token_mean, vanilla
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.settings import check_run
 from rollcast_trainer.stages.log_probs import compute_log_prob
 from rollcast_trainer.stages.update_actor import needs_advantage
 
@@ -196,34 +195,15 @@ def test_a_mini_batch_without_any_advantage_has_no_gradient(fixed: Fixed) -> Non
     assert metrics["actor/pg_loss"] == metrics["actor/kl"] == 0
 
 
-def towards_old(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """Has a gradient whatever the advantage."""
-    return PolicyLossOutput(vanilla(inputs).losses + (inputs.log_probs - inputs.old_log_probs).square())
-
-
-def no_gradient(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(torch.zeros_like(inputs.advantages))
-
-
-def needs_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(vanilla(replace(inputs, options={})).losses * inputs.options["weight"])
-
-
 def test_which_losses_allow_rows_to_be_left_out() -> None:
     assert needs_advantage(make_ppo_loss(vanilla, token_mean))
-    assert needs_advantage(make_ppo_loss(no_gradient, token_mean))
-    assert not needs_advantage(make_ppo_loss(towards_old, token_mean))
+    assert not needs_advantage(make_ppo_loss(kl_cov, token_mean))
     assert not needs_advantage(make_ppo_loss(vanilla, token_mean, entropy_coeff=0.1))
     assert not needs_advantage(make_ppo_loss(vanilla, token_mean, kl_penalty=k3))
-    assert needs_advantage(make_ppo_loss(needs_option, token_mean, options={"weight": 2.0}))
 
 
-def test_a_column_of_a_policy_loss_may_have_a_gradient_of_its_own() -> None:
-    @policy_loss(needs={"trust"})
-    def trusting(inputs: PolicyLossInputs) -> PolicyLossOutput:
-        return PolicyLossOutput(inputs.log_probs * inputs.column("trust"))
-
-    assert not needs_advantage(make_ppo_loss(trusting, token_mean))
+def test_a_loss_that_does_not_say_so_may_have_a_gradient_without_an_advantage() -> None:
+    assert not needs_advantage(make_ppo_loss(lambda inputs: vanilla(inputs), token_mean))
 
 
 def test_kl_in_the_reward(fixed: Fixed) -> None:
@@ -259,7 +239,7 @@ def test_old_log_probs_and_the_rollouts_own_agree(small_task: SmallTask, tmp_pat
 
 def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=3")) as trainer:
-        assert [place.name for place in trainer.places].count("old_log_prob") == 0
+        assert [place.name for place in trainer.run.settings.places].count("old_log_prob") == 0
         batch, _ = roll_out(trainer)
         computed = compute_log_prob(trainer.run, batch, ["old_log_probs", "entropy"])
         own = padded_batch(batch.joined(computed, overwrite=True))
@@ -279,7 +259,7 @@ def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task:
 )
 def test_log_probs_of_another_distribution_do_not_serve(small_task: SmallTask, tmp_path: Path, change: str) -> None:
     config = compose(small_task.ppo(tmp_path, change)).config
-    names = [place.name for place in PpoTrainer(TaskRunner(config, PpoTrainer.schema)).places]
+    names = [place.name for place in check_run(config, PpoTrainer).places]
     assert "old_log_prob" in names
     assert "log_prob_check" not in names
 
@@ -376,9 +356,9 @@ def test_what_an_engine_cannot_do_is_refused(small_task: SmallTask, tmp_path: Pa
         launch(small_task.ppo(tmp_path, *offload, "actor.engine.name=lesser"))
     with engines.temporarily("heavy", WithoutOffload):
         offload = [*kl, "ref.engine.param_offload=true", "actor.engine.name=heavy"]
-        task = TaskRunner(compose(small_task.ppo(tmp_path, *offload)).config, PpoTrainer.schema)
+        config = compose(small_task.ppo(tmp_path, *offload)).config
         with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*engine heavy"):
-            PpoTrainer(task)  # before anything starts
+            check_run(config, PpoTrainer)  # before anything starts
     apart = ["placement.pools={side: [1]}", "placement.mapping={ref: side}"]
     with pytest.raises(ConfigError, match=r"kl_loss_type=full .*placement\.mapping\.ref is 'side'"):
         launch(small_task.ppo(tmp_path, *kl, *apart))

@@ -15,7 +15,8 @@ from rollcast.config import compose
 from rollcast.contracts.trainer import RunResult, trainers
 from rollcast.protocol import DataProto
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import check_run
 
 REWARD = '''
 import os
@@ -111,21 +112,21 @@ def launch(overrides: Sequence[str]) -> RunResult:
 @contextmanager
 def set_up(overrides: Sequence[str], trainer_class: type[PpoTrainer] = PpoTrainer) -> Iterator[PpoTrainer]:
     """A trainer with workers, before its first step."""
-    task = TaskRunner(compose(list(overrides)).config, trainer_class.schema)
-    trainer = trainer_class(task)
-    with task:
+    run = Run(check_run(compose(list(overrides)).config, trainer_class))
+    trainer = trainer_class(run)
+    with run:
         trainer.setup()
-        trainer.sync_weights()
+        trainer.run.sync_weights()
         yield trainer
 
 
 def run_stages(trainer: PpoTrainer, batch: DataProto | None = None, *, until: str = "", after: str = "") -> DataProto:
     """The batch after the stages of a step; from the one after ``after`` up to and including ``until``."""
-    names = [place.name for place in trainer.places]
+    names = [place.name for place in trainer.run.settings.places]
     first = names.index(after) + 1 if after else 0
     last = names.index(until) + 1 if until else len(names)
-    current = next(trainer.batches) if batch is None else batch
-    for stage in trainer.stages[first:last]:
+    current = trainer.run.prompts.draw() if batch is None else batch
+    for stage in trainer.run.stages[first:last]:
         current = stage(current)
     return current
 
@@ -140,13 +141,13 @@ def roll_out(trainer: PpoTrainer) -> tuple[DataProto, dict[str, float]]:
 def run_stage(trainer: PpoTrainer, name: str, batch: DataProto) -> dict[str, float]:
     """The metrics of one stage."""
     trainer.run.recorder.take()
-    trainer.stages[[place.name for place in trainer.places].index(name)](batch)
+    trainer.run.stages[[place.name for place in trainer.run.settings.places].index(name)](batch)
     return trainer.run.recorder.take()
 
 
 def before_stage(trainer: PpoTrainer, name: str, action: Callable[[DataProto], None]) -> None:
     """Have ``action`` called with the batch before a stage of the trainer runs."""
-    stage: Any = trainer.stages[[place.name for place in trainer.places].index(name)]
+    stage: Any = trainer.run.stages[[place.name for place in trainer.run.settings.places].index(name)]
     kind = type(stage)
 
     def call(self: Any, batch: DataProto) -> DataProto:

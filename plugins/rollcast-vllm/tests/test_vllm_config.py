@@ -195,3 +195,31 @@ def test_a_cpus_cache_holds_the_longest_sequence(given: dict[str, Any], tmp_path
     assert 2 * 4 * 30 * 3 * 64 * 8192 < size() < 1.2 * 2 * 4 * 30 * 3 * 64 * 8192
     assert size(max_model_len=1024) == least
     assert size(kv_cache_memory_bytes=1 << 20) == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("keys", "node"),
+    [
+        ({}, EngineNode()),
+        ({"dtype": "bfloat16", "tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.6}, EngineNode()),
+        ({"free_cache_engine": False, "enforce_eager": True, "use_request_seeds": False}, EngineNode()),
+        ({"enable_lora": True, "max_lora_rank": 32}, EngineNode()),
+        ({"quantization": "fp8", "kv_cache_memory_bytes": 1 << 30}, EngineNode()),
+        ({"enable_rollout_routing_replay": True}, EngineNode()),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4}, EngineNode()),
+        ({"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2}, EngineNode(1, 2, "h", "a", 5)),
+        ({"tensor_model_parallel_size": 8, "data_parallel_size": 2}, EngineNode(0, 2, "h", "a", 5)),
+    ],
+)
+def test_the_installed_vllm_takes_what_it_is_given_on_a_device(
+    keys: dict[str, Any], node: EngineNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = pytest.importorskip("vllm")
+    monkeypatch.setattr(engine_args, "has_gpu", lambda: True)
+    setup = dataclasses.replace(make_setup(tiny_model_folder(tmp_path / "model"), **keys), node=node)
+    for takes_images in (False, True):
+        built = engine_args.build_engine_args(setup, takes_images)  # a dataclass, which takes no unknown argument
+        assert isinstance(built, vllm.AsyncEngineArgs)
+        assert built.enable_sleep_mode is keys.get("free_cache_engine", True)
+        assert built.enforce_eager is keys.get("enforce_eager", False)
+        assert built.tensor_parallel_size == keys.get("tensor_model_parallel_size", 1)

@@ -18,4 +18,4 @@ def test_forked_engines_are_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(VllmCheck().find_traps())
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     (found,) = VllmCheck().find_traps()
-    assert "unset VLLM_WORKER_MULTIPROC_METHOD" in found.mend
+    assert "unset VLLM_WORKER_MULTIPROC_METHOD" in found.fix

@@ -61,6 +61,8 @@ LOSSES = (
     *("bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo"),
     "vanilla",
 )
+#: Those in which a token whose advantage is zero has no gradient.
+_SCALING = frozenset(LOSSES) - {"bypass_mode", "dro", "kl_cov"}
 _OPTIONAL = frozenset({"rollout_is_weights"})
 _patching = threading.RLock()
 
@@ -96,6 +98,7 @@ def estimator(
         needs=columns if needs is None else needs,
         optional=_OPTIONAL,
         compares_samples=compares if compares_samples is None else compares_samples,
+        options=None,
     )
     def call(inputs: AdvantageInputs) -> AdvantageOutputs:
         return _estimate(name, inputs)
@@ -161,7 +164,7 @@ def policy_loss(name: str) -> PolicyLoss:
     Metrics are numbers for a micro-batch; their names lose the prefix ``actor/``.
     """
 
-    @declare_loss(optional=_OPTIONAL)
+    @declare_loss(optional=_OPTIONAL, options=None, scales_with_advantage=name in _SCALING)
     def call(inputs: PolicyLossInputs) -> PolicyLossOutput:
         return _lose(name, inputs)
 

@@ -111,8 +111,8 @@ def _examine_one(plugins: Sequence[PluginInfo], request: Mapping[str, Any]) -> I
 
 def _broken(text: str, distribution: str) -> Finding:
     """Return the finding about a check that did not end well."""
-    mend = f"report it to the authors of {distribution}, or uninstall it: pip uninstall {distribution}"
-    return problem("health check", " ".join(text.split()), mend)
+    fix = f"report it to the authors of {distribution}, or uninstall it: pip uninstall {distribution}"
+    return problem("health check", " ".join(text.split()), fix)
 
 
 # -- in the child process --------------------------------------------------------------------------
@@ -140,8 +140,8 @@ def _run_one(name: str, setup: HealthSetup, limit: Callable[[float], None]) -> t
     try:
         check = health_checks.get(name)
     except PluginError as error:
-        mend = f"reinstall or uninstall {distribution}: pip install --force-reinstall {distribution}"
-        return plain, [problem("health check", " ".join(str(error).split()), mend)]
+        fix = f"reinstall or uninstall {distribution}: pip install --force-reinstall {distribution}"
+        return plain, [problem("health check", " ".join(str(error).split()), fix)]
     subject, findings = str(getattr(check, "subject", "") or plain), []
     try:
         limit(float(check.timeout_s))

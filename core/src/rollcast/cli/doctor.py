@@ -36,7 +36,7 @@ def doctor(
     ] = None,
     _traceback: Traceback = False,
 ) -> None:
-    """Find faults of the machine and the installation, and say how to mend each.
+    """Find faults of the machine and the installation, and say how to fix each.
 
     With the arguments of 'rollcast train', or single keys such as model.path=DIR, the run's directory, model and
     rollout are looked at too. Exit code 0: no problem, though there may be warnings; 1: at least one problem;
@@ -105,9 +105,9 @@ def _render(rows: Sequence[Examined]) -> Iterator[Text]:
         for row in group:
             finding = row.finding
             state = (f"{finding.state:<7}", _STYLES[finding.state])
-            yield Text.assemble("  ", state, f"  {finding.name:<{names}}  {finding.found}")
-            if finding.mend:
-                yield Text.assemble(f"  {'':<7}  {'':<{names}}  ", ("mend: ", "cyan"), finding.mend)
+            yield Text.assemble("  ", state, f"  {finding.name:<{names}}  {finding.message}")
+            if finding.fix:
+                yield Text.assemble(f"  {'':<7}  {'':<{names}}  ", ("fix: ", "cyan"), finding.fix)
 
 
 def _by_subject(rows: Sequence[Examined]) -> list[Examined]:

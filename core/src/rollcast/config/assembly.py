@@ -149,7 +149,7 @@ def _telling_if_slow(what: str) -> Iterator[None]:
         _SLOW_IMPORT_S,
         logger.warning,
         (
-            "importing %s has taken %g seconds so far; if it hangs, end this command and mend or uninstall the plugin: "
+            "importing %s has taken %g seconds so far; if it hangs, end this command and fix or uninstall the plugin: "
             "rollcast plugins --check imports each one with a time limit",
             what,
             _SLOW_IMPORT_S,

@@ -27,13 +27,13 @@ writes:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from rollcast.errors import ColumnError, PluginTypeError, RollcastError
-from rollcast.plugins import Check, Registry, is_callable
+from rollcast.errors import ColumnError, ConfigError, PluginTypeError
+from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,10 @@ __all__ = [
     "PolicyLossPreparation",
     "advantage",
     "advantages",
+    "check_columns",
+    "check_options",
+    "check_type",
+    "describe_function",
     "kl_penalties",
     "kl_penalty",
     "loss_aggregations",
@@ -63,10 +67,6 @@ __all__ = [
     "policy_losses",
     "prepare_policy_loss",
     "prepares_batch",
-    "try_estimator",
-    "try_kl_penalty",
-    "try_loss_aggregation",
-    "try_policy_loss",
 ]
 
 REWARD_COMPONENT = "reward_component/"
@@ -90,6 +90,9 @@ class Needs:
             some groups of a batch at a time.
         whitens: True if an estimator whitens its advantages over the batch as its last step, unless
             :attr:`AdvantageInputs.whiten` is False.
+        scales_with_advantage: True if a token whose advantage is zero has no gradient in a policy loss; updates may
+            then leave out rows whose advantages are all zero.
+        options: names of the options that the function reads; None for a function that takes any.
     """
 
     columns: frozenset[str] = frozenset()
@@ -97,6 +100,8 @@ class Needs:
     compares_samples: bool = False
     by_group: bool = False
     whitens: bool = False
+    scales_with_advantage: bool = False
+    options: frozenset[str] | None = None
 
     def select(self, columns: Mapping[str, _C]) -> dict[str, _C]:
         """Return the declared columns among ``columns``, by name."""
@@ -116,7 +121,7 @@ def _marker(**attributes: Any) -> Callable[[_F], _F]:
 
 def _names(argument: str, names: Collection[str]) -> frozenset[str]:
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise TypeError(f"{argument} is {names!r}; it has to be a set of column names, such as {{'values'}}")
+        raise TypeError(f"{argument} is {names!r}; it has to be a set of names, such as {{'values'}}")
     return frozenset(names)
 
 
@@ -271,13 +276,21 @@ def advantage(
     compares_samples: bool = False,
     by_group: bool = False,
     whitens: bool = False,
+    options: Collection[str] | None = (),
 ) -> Callable[[_F], _F]:
-    """Declare the columns that an estimator reads and the rows that it compares; see :class:`Needs`.
+    """Declare the columns and options that an estimator reads and the rows that it compares; see :class:`Needs`.
 
     The decorated function is returned unchanged. An estimator that declares ``by_group`` is called with chunks of
     whole groups, so that the columns of the whole batch are never padded at once.
     """
-    declared = Needs(_names("needs", needs), _names("optional", optional), compares_samples, by_group, whitens)
+    declared = Needs(
+        _names("needs", needs),
+        _names("optional", optional),
+        compares_samples=compares_samples,
+        by_group=by_group,
+        whitens=whitens,
+        options=None if options is None else _names("options", options),
+    )
     return _marker(**{_NEEDS: declared})
 
 
@@ -375,16 +388,28 @@ All its inputs are ``[1, N]``, including declared columns that are otherwise ``[
 
 
 def policy_loss(
-    *, needs: Collection[str] = (), optional: Collection[str] = (), prepare: PolicyLossPreparation | None = None
+    *,
+    needs: Collection[str] = (),
+    optional: Collection[str] = (),
+    prepare: PolicyLossPreparation | None = None,
+    scales_with_advantage: bool = False,
+    options: Collection[str] | None = (),
 ) -> Callable[[_F], _F]:
-    """Declare the columns that a policy loss reads in addition to its fixed inputs.
+    """Declare the options of a policy loss and the columns that it reads in addition to its fixed inputs; see
+    :class:`Needs`.
 
     The decorated function is returned unchanged. A loss sees one micro-batch and must not depend on the split into
     micro-batches. A loss that compares tokens across the batch does so in ``prepare``, which is called once with all
     tokens of the batch in one row (:data:`PolicyLossPreparation`); the columns that it returns are passed to the loss
     as :attr:`PolicyLossInputs.prepared`.
     """
-    return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
+    declared = Needs(
+        _names("needs", needs),
+        _names("optional", optional),
+        scales_with_advantage=scales_with_advantage,
+        options=None if options is None else _names("options", options),
+    )
+    return _marker(**{_NEEDS: declared, _PREPARE: prepare})
 
 
 def prepares_batch(loss: PolicyLoss) -> bool:
@@ -398,274 +423,70 @@ def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[s
     return {} if prepare is None else prepare(inputs)
 
 
-#: Columns of a trial: name → dtype and True for ``[B, T]``, False for ``[B]``.
-_TRIED = {
-    "values": ("float32", True),
-    "old_log_probs": ("float32", True),
-    "ref_log_prob": ("float32", True),
-    "sum_pi_squared": ("float32", True),
-    "rollout_is_weights": ("float32", True),
-    "reward_baselines": ("float32", False),
-    "turn_ids": ("int32", True),
-    "anchor_ids": ("int64", True),
-}
-
-
-def try_estimator(estimator: AdvantageEstimator, name: str, samples: int = 4, **settings: Any) -> None:
-    """Call an estimator with a small batch, so that a mistake in it is found before a run has cost anything.
-
-    The batch has two prompts and four response positions. An estimator that declares columns other than those in the
-    table of this module's docstring, or all with a prefix, is not called: what they hold is not known here.
+def check_options(function: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+    """Check that a function declares its options.
 
     Args:
-        estimator: the estimator.
-        name: its name in messages.
-        samples: rows of a prompt.
-        settings: fields of :class:`AdvantageInputs` such as ``gamma`` and ``options``.
+        function: an estimator or a policy loss; one that was not decorated takes any option.
+        options: options of the run.
+        key: config key of the options, for messages.
 
     Raises:
-        PluginTypeError: it fails, reads a column that it does not declare, or does not return an
-            :class:`AdvantageOutputs` of finite numbers with the batch's shape.
-        RollcastError: its own, raised on purpose, such as for an option that it does not have.
+        ConfigError: an option is not declared; the message lists those that are.
     """
-    import torch
-
-    needs = needs_of(estimator)
-    if not needs.columns <= set(_TRIED):
+    declared = needs_of(function).options
+    if declared is None:
         return
-    mask = _draw_mask(2 * samples)
-    score = torch.arange(len(mask)) % 3 + 0.5 * (torch.arange(len(mask)) % 2)
-    inputs = AdvantageInputs(
-        token_level_rewards=(mask.cumsum(-1) == mask.sum(-1, keepdim=True)).float() * mask * score.unsqueeze(-1),
-        response_mask=mask,
-        group_ids=torch.arange(2).repeat_interleave(samples),
-        columns=_draw_columns(needs, mask),
-        **settings,
-    )
-    output: Any = _try(name, lambda: estimator(inputs))
-    if not isinstance(output, AdvantageOutputs):
-        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not an AdvantageOutputs")
-    for part in ("advantages", "returns"):
-        hint = ". AdvantageOutputs.from_scores spreads one score a row"
-        _check_output(name, part, getattr(output, part), mask, hint)
+    for name in options:
+        if name not in declared:
+            near = difflib.get_close_matches(str(name), declared, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{key}.{name} is set, but {describe_function(function)} has no such option; its options: "
+                f"{', '.join(sorted(declared)) or 'none'}{hint}"
+            )
 
 
-def try_policy_loss(loss: PolicyLoss, name: str, **settings: Any) -> None:
-    """Call a policy loss, and its ``prepare`` function if it has one, with a small batch; see :func:`try_estimator`.
+def check_columns(function: Callable[..., Any], values: Mapping[str, Any], mask: Tensor) -> None:
+    """Check what a plugin returned for a batch.
 
     Args:
-        loss: the policy loss.
-        name: its name in messages.
-        settings: fields of :class:`PolicyLossInputs` such as ``clip_ratio_low`` and ``options``.
+        function: the plugin.
+        values: name → value that the plugin returned.
+        mask: response mask of the batch, ``[B, T]``.
 
     Raises:
-        PluginTypeError: it fails, reads a column that it does not declare, or does not return a
-            :class:`PolicyLossOutput` of finite numbers with the batch's shape and a finite gradient.
-        RollcastError: its own, raised on purpose.
+        PluginTypeError: a value is not a float tensor with the mask's shape; the message has the plugin and the value.
     """
     import torch
 
-    needs = needs_of(loss)
-    if not needs.columns <= set(_TRIED):
-        return
-    mask = _draw_mask(6)
-    log_probs, old = _draw_log_probs(mask.shape)
-    sign = 1.0 - 2.0 * (torch.arange(len(mask)) % 2)
-    inputs = PolicyLossInputs(
-        log_probs=log_probs.requires_grad_(),
-        old_log_probs=old,
-        advantages=sign.unsqueeze(-1) * mask,
-        response_mask=mask,
-        columns=_draw_columns(needs, mask),
-        **settings,
-    )
-    output: Any = _try(name, lambda: loss(replace(inputs, prepared=_prepare_small(loss, inputs))))
-    if not isinstance(output, PolicyLossOutput):
-        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not a PolicyLossOutput")
-    _check_output(name, "losses", output.losses, mask)
-    _check_gradient(name, torch.where(mask != 0, output.losses, 0.0).sum(), inputs.log_probs)
-    if not isinstance(output.metrics, Mapping):
-        raise PluginTypeError(f"{name} returned metrics that are a {type(output.metrics).__name__}, not a mapping")
-    for metric, values in output.metrics.items():
-        _check_output(name, f"the metric {metric!r}", values, mask)
-
-
-def try_loss_aggregation(aggregation: LossAggregation, name: str) -> None:
-    """Call a loss aggregation with a small batch; see :func:`try_estimator`.
-
-    Raises:
-        PluginTypeError: it fails, or does not return a finite scalar with a finite gradient.
-        RollcastError: its own, raised on purpose.
-    """
-    import torch
-
-    mask = _draw_mask(6)
-    losses = (torch.arange(mask.numel()).view(mask.shape) % 5 / 4.0 - 0.5).requires_grad_()
-    counts = Denominators(float(mask.sum()), float(len(mask)), float(mask.shape[1]))
-    output: Any = _try(name, lambda: aggregation(losses, mask, counts))
-    if not isinstance(output, torch.Tensor) or output.shape != () or not output.is_floating_point():
-        raise PluginTypeError(f"{name} returned {_describe(output)}; it has to be one number, a float tensor []")
-    _check_finite(name, "a loss", output)
-    if not output.requires_grad:
-        raise PluginTypeError(f"{name} returned a number without a gradient, so that nothing would be trained")
-    _check_gradient(name, output, losses)
-
-
-def try_kl_penalty(penalty: KlPenalty, name: str) -> None:
-    """Call a KL penalty with a small batch, over a vocabulary if it needs one; see :func:`try_estimator`.
-
-    Raises:
-        PluginTypeError: it fails, or does not return finite numbers with the batch's shape and a finite gradient.
-        RollcastError: its own, raised on purpose.
-    """
-    import torch
-
-    mask = torch.ones(6, 4)
-    log_probs, ref = _draw_log_probs((6, 4, 5) if needs_vocabulary(penalty) else (6, 4))
-    if needs_vocabulary(penalty):
-        log_probs, ref = log_probs.log_softmax(-1), ref.log_softmax(-1)
-    log_probs.requires_grad_()
-    output: Any = _try(name, lambda: penalty(log_probs, ref))
-    _check_output(name, "an estimate", output, mask)
-    _check_gradient(name, output.sum(), log_probs)
-
-
-def _draw_mask(rows: int) -> Tensor:
-    import torch
-
-    return (torch.arange(4) < (torch.arange(rows) % 3 + 2).unsqueeze(-1)).long()
-
-
-def _draw_log_probs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return log-probs of two policies that differ a little, in both directions."""
-    import torch
-
-    places = torch.arange(math.prod(shape)).view(shape)
-    old = -0.5 - places % 7 / 4.0
-    return old + (places % 5 - 2) / 20.0, old
-
-
-def _draw_columns(needs: Needs, mask: Tensor) -> dict[str, Tensor]:
-    import torch
-
-    rows, width = mask.shape
-    columns = {
-        column: torch.full((rows, width) if is_wide else (rows,), 0 if dtype.startswith("int") else 0.5).to(
-            getattr(torch, dtype)
-        )
-        for column, (dtype, is_wide) in _TRIED.items()
-    }
-    return needs.select(columns)
-
-
-def _prepare_small(loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Run ``prepare`` as a trainer does, with all tokens in one row; return its columns in the batch's shape."""
-    shape = inputs.response_mask.shape
-    wide = {
-        name: column.unsqueeze(-1).expand(shape) if column.ndim == 1 else column
-        for name, column in inputs.columns.items()
-    }
-    old = inputs.old_log_probs.reshape(1, -1)
-    filled = replace(
-        inputs,
-        log_probs=old,
-        old_log_probs=old,
-        advantages=inputs.advantages.reshape(1, -1),
-        response_mask=inputs.response_mask.reshape(1, -1),
-        columns={name: column.reshape(1, -1) for name, column in wide.items()},
-    )
-    return {name: column.reshape(shape) for name, column in prepare_policy_loss(loss, filled).items()}
-
-
-def _try(name: str, call: Callable[[], Any]) -> Any:
-    import torch
-
-    try:
-        with torch.random.fork_rng(devices=()):  # a run goes on with the random numbers that it would have had
-            return call()
-    except ColumnError as error:
-        raise PluginTypeError(f"{name} reads a column that it does not declare: {error}") from error
-    except RollcastError:
-        raise
-    except Exception as error:
-        raise PluginTypeError(f"{name} fails on a small batch: {type(error).__name__}: {error}") from error
-
-
-def _check_output(name: str, part: str, value: Any, mask: Tensor, hint: str = "") -> None:
-    import torch
-
-    shape = list(mask.shape)
-    if not isinstance(value, torch.Tensor) or list(value.shape) != shape or not value.is_floating_point():
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape and value.is_floating_point():
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        what = f"{value.dtype} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
         raise PluginTypeError(
-            f"{name} returned {part} that are {_describe(value)} for a batch of {shape[0]} rows and {shape[1]} "
-            f"positions; they have to be float32 {shape}{hint}"
+            f"{describe_function(function)} returned {name} that are {what} for a batch of {mask.shape[0]} rows and "
+            f"{mask.shape[1]} positions; they have to be float32 {list(mask.shape)}"
         )
-    _check_finite(name, part, value[mask != 0])
 
 
-def _check_finite(name: str, part: str, value: Tensor) -> None:
-    if not bool(value.isfinite().all()):
-        raise PluginTypeError(f"{name} returned {part} with NaN or infinity for a small batch of ordinary numbers")
+def check_type(function: Callable[..., Any], value: object, kind: type) -> None:
+    """Check the type of what a plugin returned.
+
+    Raises:
+        PluginTypeError: it is another; the message has the plugin and both types.
+    """
+    if not isinstance(value, kind):
+        raise PluginTypeError(
+            f"{describe_function(function)} returned a {type(value).__name__}, not an instance of {kind.__name__}"
+        )
 
 
-def _check_gradient(name: str, total: Tensor, leaf: Tensor) -> None:
-    import torch
-
-    if not total.requires_grad:
-        return
-    (gradient,) = _try(name, lambda: torch.autograd.grad(total, leaf, allow_unused=True))
-    if gradient is not None:
-        _check_finite(name, "values whose gradient is", gradient)
-
-
-def _describe(value: Any) -> str:
-    import torch
-
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-class _NoOptions(dict[str, Any]):
-    """Empty options that remember if any was asked for."""
-
-    is_asked = False
-
-    def __missing__(self, key: str) -> Any:
-        self.is_asked = True
-        raise KeyError(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.is_asked = True
-        return default
-
-    def __contains__(self, key: object) -> bool:
-        self.is_asked = True
-        return False
-
-    # With these two, ``{**defaults, **options}`` and ``dict(options)`` ask too.
-    def __iter__(self) -> Iterator[str]:
-        self.is_asked = True
-        return iter(())
-
-    def keys(self) -> Any:
-        self.is_asked = True
-        return super().keys()
-
-
-def _probe(kind: str, run: Callable[..., None], has_options: bool = False) -> Check:
-    """Return a probe for ``rollcast plugins --check``, which says why a plugin does not work on a small batch."""
-
-    def probe(plugin: Any) -> str | None:
-        options = _NoOptions()
-        try:
-            run(plugin, f"the {kind}", **({"options": options} if has_options else {}))
-        except RollcastError as error:
-            # It may need an option, which only a run has; other kinds of errors do not come from a missing one.
-            may_lack_option = options.is_asked and isinstance(error.__cause__, ValueError | KeyError | TypeError)
-            is_own = isinstance(error, PluginTypeError) and not may_lack_option
-            return f"does not work: {error}" if is_own else None
-        return None
-
-    return probe
+def describe_function(function: Callable[..., Any]) -> str:
+    """Return the module and name of a plugin that is a function, for messages."""
+    kind = type(function)
+    return f"{getattr(function, '__module__', kind.__module__)}:{getattr(function, '__qualname__', kind.__qualname__)}"
 
 
 advantages: Registry[AdvantageEstimator] = Registry(
@@ -673,26 +494,22 @@ advantages: Registry[AdvantageEstimator] = Registry(
     is_callable(1, exact=True),
     "algorithm.adv_estimator",
     description="advantage estimators",
-    probe=_probe("estimator", try_estimator, has_options=True),
 )
 policy_losses: Registry[PolicyLoss] = Registry(
     "rollcast.policy_losses",
     is_callable(1, exact=True),
     "actor.policy_loss",
     description="policy losses over per-token quantities",
-    probe=_probe("policy loss", try_policy_loss, has_options=True),
 )
 loss_aggregations: Registry[LossAggregation] = Registry(
     "rollcast.loss_aggregations",
     is_callable(3, exact=True),
     "actor.loss_agg_mode",
     description="reductions of per-token losses to one number",
-    probe=_probe("loss aggregation", try_loss_aggregation),
 )
 kl_penalties: Registry[KlPenalty] = Registry(
     "rollcast.kl_penalties",
     is_callable(2, exact=True),
     ("actor.kl_loss_type", "algorithm.kl_penalty"),
     description="estimators of the KL divergence per token",
-    probe=_probe("KL penalty", try_kl_penalty),
 )

@@ -187,7 +187,6 @@ class EngineCapabilities:
     vocabulary_kl: bool = False
     in_process_module: bool = False
     token_budget: bool = False
-    packing: bool = False
     lora: bool = False
     offload: bool = False
     tensor_parallel: bool = False

@@ -37,42 +37,44 @@ class Finding:
     Attributes:
         name: short name of the thing that was looked at, such as ``open files``.
         state: ``ok``; ``warning`` (a run may suffer from it); ``problem`` (a run fails because of it).
-        found: the fact that was found, with its figures.
-        mend: command, key or setting that mends it; required unless the state is ``ok``.
+        message: the fact, with its figures.
+        fix: command, key or setting that fixes it; required unless the state is ``ok``.
 
     Raises:
-        PluginTypeError: the state is unknown, a text is empty, or a fault has no mend.
+        PluginTypeError: the state is unknown, a text is empty, or a fault has no fix.
     """
 
     name: str
     state: HealthState
-    found: str
-    mend: str = ""
+    message: str
+    fix: str = ""
 
     def __post_init__(self) -> None:
         if self.state not in get_args(HealthState):
             raise PluginTypeError(
                 f"a finding has the state {self.state!r}; allowed: {', '.join(get_args(HealthState))}"
             )
-        if not self.name or not self.found:
-            raise PluginTypeError(f"a finding needs a name and what was found, got {self.name!r} and {self.found!r}")
-        if self.state != "ok" and not self.mend:
-            raise PluginTypeError(f"the {self.state} {self.name!r} ({self.found}) needs a fix: say what to do about it")
+        if not self.name or not self.message:
+            raise PluginTypeError(f"a finding needs a name and a message, got {self.name!r} and {self.message!r}")
+        if self.state != "ok" and not self.fix:
+            raise PluginTypeError(
+                f"the {self.state} {self.name!r} ({self.message}) needs a fix: say what to do about it"
+            )
 
 
-def ok(name: str, state: str) -> Finding:
+def ok(name: str, message: str) -> Finding:
     """Return a finding without a problem."""
-    return Finding(name, "ok", state)
+    return Finding(name, "ok", message)
 
 
-def warning(name: str, state: str, mend: str) -> Finding:
+def warning(name: str, message: str, fix: str) -> Finding:
     """Return a finding that may affect a run."""
-    return Finding(name, "warning", state, mend)
+    return Finding(name, "warning", message, fix)
 
 
-def problem(name: str, state: str, mend: str) -> Finding:
+def problem(name: str, message: str, fix: str) -> Finding:
     """Return a finding that makes a run fail."""
-    return Finding(name, "problem", state, mend)
+    return Finding(name, "problem", message, fix)
 
 
 @dataclass(frozen=True)

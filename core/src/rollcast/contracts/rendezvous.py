@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a process group: a store that listens on a single address."""
+"""Rendezvous of the ranks of a process group: a store that listens on a single address, and the groups' timeouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["serve_store"]
+__all__ = ["serve_store", "set_timeouts"]
 
 
 def serve_store(host: str, port: int, timeout: timedelta, world_size: int | None = None) -> Any:
@@ -39,3 +39,16 @@ def serve_store(host: str, port: int, timeout: timedelta, world_size: int | None
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def set_timeouts(seconds: float) -> None:
+    """Set the time that collectives of this process's groups may take, in seconds; later groups are not changed.
+
+    NCCL's watchdog ends a process whose collective takes longer, 10 minutes by default, even if another rank has a
+    reason to be late.
+    """
+    from torch.distributed import distributed_c10d
+
+    world: Any = distributed_c10d._world
+    for group in world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -73,7 +73,6 @@ class RolloutCapabilities:
         modes: supported placements.
         in_process: True if the rollout can generate with the engine's own module, in the trainer's process.
         abort: True if requests can be ended early.
-        prefix_caching: True if the cache of a common prefix is reused.
         lora: True if adapters can be loaded separately from the model (:meth:`BaseRollout.update_adapter`).
         tensor_parallel: True if several devices of one engine can share each layer.
         pipeline_parallel, data_parallel, expert_parallel: True if ``rollout.pipeline_model_parallel_size``,
@@ -97,7 +96,6 @@ class RolloutCapabilities:
     modes: frozenset[RolloutMode] = frozenset()
     in_process: bool = False
     abort: bool = False
-    prefix_caching: bool = False
     lora: bool = False
     tensor_parallel: bool = False
     pipeline_parallel: bool = False

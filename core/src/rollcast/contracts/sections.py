@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Fraction, Ge, Gt, Le, NonNegative, Positive, Seconds, Temperature, config
+from rollcast.contracts.config import (
+    Fraction,
+    Ge,
+    Gt,
+    Le,
+    NonNegative,
+    OnAccelerator,
+    Positive,
+    Seconds,
+    Temperature,
+    config,
+)
 
 __all__ = [
     "CanaryConfig",
@@ -172,7 +183,9 @@ class RolloutConfig:
     quantization: Literal["fp8"] | None = None
     """Precision to which the engine rounds the weights of linear layers as they arrive; null for none. Their log-probs
     then differ from the actor's, so `algorithm.rollout_correction.rollout_is=auto` weights tokens."""
-    update_weights_bucket_megabytes: Positive = 64
+    update_weights_bucket_megabytes: Annotated[
+        Positive, OnAccelerator(512, "a device fills small buckets faster than they are announced")
+    ] = 64
     """Size of the largest bucket of weights in flight, in MiB."""
     update_in_flight: Literal["continue", "finish", "interrupt"] = "continue"
     """A replica's treatment of the requests in flight when new weights arrive. `continue` leaves them to the engine,

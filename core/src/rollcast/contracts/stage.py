@@ -102,10 +102,6 @@ class Stage(ABC):
         """Return the declaration for this run's configuration; None if the stage takes no part in the run."""
         return cls.spec
 
-    def configure(self, role: str, setup: Any) -> Any:
-        """Return the constructor argument of a role's workers, adapted to this stage."""
-        return setup
-
     @abstractmethod
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the batch with the declared columns added, without changing ``batch``.

@@ -35,8 +35,8 @@ class RendererCheck(BaseHealthCheck):
         except (RendererError, PluginError, OSError, ValueError) as error:
             # Transformers raises errors of the last two kinds for a folder that it cannot read.
             text = " ".join(str(error).split())
-            mend = "model.path of a chat model; or write chat_template.jinja into the folder; or another agent.renderer"
-            yield problem(name, text, mend) if used else warning(name, f"{text} (agents need one)", mend)
+            fix = "model.path of a chat model; or write chat_template.jinja into the folder; or another agent.renderer"
+            yield problem(name, text, fix) if used else warning(name, f"{text} (agents need one)", fix)
             return
         yield judge_prefix(name, renderer)
 
@@ -48,8 +48,8 @@ def judge_prefix(name: str, renderer: BaseRenderer) -> Finding:
         extensions = list(extend_each(renderer, plain, (*REPLIES, _THINKING)))
         extensions += _extend_with_tools(renderer, with_tools)
     except RendererError as error:
-        mend = "agent.renderer_kwargs that the template asks for, or another agent.renderer"
-        return problem("prefix", f"{name} refuses a conversation: {error}", mend)
+        fix = "agent.renderer_kwargs that the template asks for, or another agent.renderer"
+        return problem("prefix", f"{name} refuses a conversation: {error}", fix)
     changed = [extension for extension in extensions if extension.extended is not None and not extension.keeps]
     if changed:
         text = (
@@ -59,12 +59,12 @@ def judge_prefix(name: str, renderer: BaseRenderer) -> Finding:
     forks = [extension for extension in extensions if extension.extended is None]
     if not forks:
         return ok("prefix", f"{name} kept every token in {len(extensions)} of {len(extensions)} conversations")
-    mend = (
+    fix = (
         "use a template that renders earlier turns as they were (edit chat_template.jinja in model.path), a renderer "
         "of the model's family (agent.renderer=library), or accept one more row of training for each such turn"
     )
     text = f"{name} does not keep earlier turns as they were in {len(forks)} of {len(extensions)} conversations, "
-    return warning("prefix", f"{text}{_describe(forks)}: each such turn forks the session", mend)
+    return warning("prefix", f"{text}{_describe(forks)}: each such turn forks the session", fix)
 
 
 def _extend_with_tools(renderer: BaseRenderer, conversations: Sequence[Conversation]) -> list[Extension]:

@@ -24,15 +24,17 @@ The names are verl's.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
-from rollcast.contracts.algorithm import Denominators
+from rollcast.contracts.algorithm import Denominators, LossAggregation, describe_function
 from rollcast.contracts.engine import LossInputs
+from rollcast.errors import PluginTypeError
 from rollcast_algorithms._masking import masked
 
 __all__ = [
+    "aggregate",
     "SEQUENCE_TOKENS",
     "read_denominators",
     "seq_mean_token_mean",
@@ -83,3 +85,23 @@ def seq_mean_token_mean(losses: Tensor, mask: Tensor, denominators: Denominators
 def _share(total: Tensor, denominator: float) -> Tensor:
     # The product keeps the graph, so that backward works even for an empty share.
     return total / denominator if denominator > 0 else total * 0.0
+
+
+def aggregate(aggregation: LossAggregation, losses: Tensor, mask: Tensor, counts: Denominators) -> Tensor:
+    """Return the number that an aggregation makes of losses ``[B, T]``.
+
+    Raises:
+        PluginTypeError: it returns something else than a float tensor ``[]``, or loses the gradient of the losses.
+    """
+    loss: Any = aggregation(losses, mask, counts)
+    if getattr(loss, "shape", None) != () or not loss.is_floating_point():
+        what = f"{loss.dtype} {list(loss.shape)}" if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
+        raise PluginTypeError(
+            f"{describe_function(aggregation)} returned {what}; it has to be one number, a float tensor []"
+        )
+    if losses.requires_grad and not loss.requires_grad:
+        raise PluginTypeError(
+            f"{describe_function(aggregation)} returned a number without a gradient, so that nothing would be trained"
+        )
+    checked: Tensor = loss
+    return checked

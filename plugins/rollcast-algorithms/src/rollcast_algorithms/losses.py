@@ -18,6 +18,9 @@ from rollcast.contracts.algorithm import (
     Needs,
     PolicyLoss,
     PolicyLossInputs,
+    PolicyLossOutput,
+    check_columns,
+    check_type,
     needs_of,
     needs_vocabulary,
     prepare_policy_loss,
@@ -26,7 +29,7 @@ from rollcast.contracts.algorithm import (
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms.aggregation import read_denominators, token_mean
+from rollcast_algorithms.aggregation import aggregate, read_denominators, token_mean
 from rollcast_algorithms.kl import MAX_LOG_RATIO
 from rollcast_algorithms.selection import keep_near_rows, select_high_entropy
 
@@ -194,20 +197,25 @@ class PpoLoss:
         prepared = {
             name.removeprefix(PREPARED): column for name, column in inputs.columns.items() if name.startswith(PREPARED)
         }
-        policy = self.policy_loss(self._inputs(log_probs, old_log_probs, advantages, mask, prepared, inputs.columns))
+        policy: Any = self.policy_loss(
+            self._inputs(log_probs, old_log_probs, advantages, mask, prepared, inputs.columns)
+        )
+        check_type(self.policy_loss, policy, PolicyLossOutput)
         losses, shares = policy.losses, dict(policy.metrics)
+        metrics_of_loss = {f"values of the metric {name}": values for name, values in shares.items()}
+        check_columns(self.policy_loss, {"losses": losses, **metrics_of_loss}, mask)
         if self.use_rollout_is_weights and not self.weighs_rows_itself:
             losses = losses * masked("rollout_is_weights", _column(columns, "rollout_is_weights"), mask).detach()
         for name, selection in self._selections(inputs, log_probs).items():
             losses = torch.where(selection, losses, 0.0)
             shares[name] = (~selection).to(losses.dtype)
-        loss = self.aggregation(losses, mask, counts)
+        loss = aggregate(self.aggregation, losses, mask, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         present = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
         for name, values in shares.items():
             metrics[f"actor/{name.removeprefix('actor/')}"] = token_mean(values.detach(), mask, present)
         if inputs.entropy is not None:
-            entropy = self.aggregation(inputs.entropy, mask, counts)
+            entropy = aggregate(self.aggregation, inputs.entropy, mask, counts)
             metrics["actor/entropy_loss"] = entropy.detach()
             if self.use_adaptive_entropy:
                 metrics["actor/token_entropy"] = token_mean(inputs.entropy.detach(), mask, counts)
@@ -217,7 +225,7 @@ class PpoLoss:
         elif self.entropy_coeff or self.use_adaptive_entropy:
             raise ValueError(f"entropy_coeff is {self.entropy_coeff}, but the engine gave no entropy")
         if self.kl_penalty is not None:
-            kl_loss = self.aggregation(self._kl(inputs, self.kl_penalty), mask, counts)
+            kl_loss = aggregate(self.aggregation, self._kl(inputs, self.kl_penalty), mask, counts)
             metrics["actor/kl_loss"] = kl_loss.detach()
             if self.kl_loss_coef:
                 loss = loss + self.kl_loss_coef * kl_loss
@@ -250,6 +258,7 @@ class PpoLoss:
         ref_log_probs = masked("ref_log_prob", _column(inputs.columns, "ref_log_prob"), mask)
         log_probs = masked("log_probs", _log_probs(inputs), mask)
         estimate = penalty(log_probs, ref_log_probs)
+        check_columns(penalty, {"estimates": estimate}, mask)
         if not self.use_bias_correction_kl:
             return estimate
         old = masked("old_log_probs", _column(inputs.columns, "old_log_probs"), mask)

@@ -11,7 +11,7 @@ from rollcast.contracts.algorithm import LossAggregation, PolicyLossOutput
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms.aggregation import read_denominators, token_mean
+from rollcast_algorithms.aggregation import aggregate, read_denominators, token_mean
 
 __all__ = ["ValueLoss", "clipped_value_loss"]
 
@@ -80,7 +80,7 @@ class ValueLoss:
         mask, counts = inputs.response_mask, read_denominators(inputs)
         values, returns = inputs.columns["values"], inputs.columns["returns"]
         out = clipped_value_loss(inputs.values, values, returns, mask, self.cliprange_value)
-        loss = self.aggregation(out.losses, mask, counts)
+        loss = aggregate(self.aggregation, out.losses, mask, counts)
         present_counts = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
         means = {**out.metrics, "vpred_mean": inputs.values.detach()}
         metrics = {f"critic/{name}": token_mean(column, mask, present_counts) for name, column in means.items()}

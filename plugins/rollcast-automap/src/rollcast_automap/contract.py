@@ -183,7 +183,7 @@ class TrainingLayout:
     param_offload: bool = False
     optimizer_offload: bool = False
     activation_offload: bool = False
-    keeps_gradients: bool = True
+    keeps_gradients: bool = False
     spreads_optimizer: bool = False
     splits_sequence: bool = False
     reshards: bool = True

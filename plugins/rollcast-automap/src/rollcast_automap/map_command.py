@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rollcast_automap.contract import BaseCostModel, Lengths, Prediction, Problem
     from rollcast_automap.measured.check import Compared, RunCheck
     from rollcast_automap.simulation.mapping_simulation import SimulatedMapping
-    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.api import RunSettings
 
-__all__ = ["app", "map_roles"]
+__all__ = ["app", "map_roles", "take_section"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 S = TypeVar("S")
@@ -82,19 +82,21 @@ def map_roles(
     from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
     from rollcast_automap.problem import build_problem, list_overrides
     from rollcast_automap.search.constraints import ConstraintsConfig
-    from rollcast_trainer.loop import build_loop_trainer
+    from rollcast_trainer.api import check_run
 
-    cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
-    limits, rest = _take_section(ConstraintsConfig, "constraints", rest)
+    cluster, rest = take_section(ClusterConfig, "cluster", overrides or ())
+    limits, rest = take_section(ConstraintsConfig, "constraints", rest)
     kind = cost_models.get(cost_model, "--cost-model")
-    section, rest = _take_section(kind.config_schema, "cost_model", rest)
-    trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
-    prompt, response = _read_lengths(trainer, lengths_file, mean_length, read_data)
-    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
+    section, rest = take_section(kind.config_schema, "cost_model", rest)
+    composed = compose(rest, config_dir, needs_trainer=True)
+    composed.load_plugins()
+    settings = check_run(composed.config)
+    prompt, response = _read_lengths(settings, lengths_file, mean_length, read_data)
+    problem = build_problem(settings, build_cluster(cluster), response, staleness, limits, prompt)
     costs = kind(section)
     with show_progress("searching placements"):
         predictions = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
-    texts = [list_overrides(trainer, problem, prediction.mapping) for prediction in predictions]
+    texts = [list_overrides(settings, problem, prediction.mapping) for prediction in predictions]
     if write is not None:
         _write(write, predictions[0], texts[0])
     runs: list[SimulatedMapping] = []
@@ -153,7 +155,7 @@ def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: s
     from rollcast_automap.measured.measured_run import read_run
 
     kind = cost_models.get(cost_model, "--cost-model")
-    section, rest = _take_section(kind.config_schema, "cost_model", overrides)
+    section, rest = take_section(kind.config_schema, "cost_model", overrides)
     devices = [text.removeprefix("cluster.device=") for text in rest if text.startswith("cluster.device=")]
     others = [text for text in rest if not text.startswith("cluster.device=")]
     if others:
@@ -192,7 +194,7 @@ def _check_table(check: RunCheck) -> Any:
 
 
 def _read_lengths(
-    trainer: LoopTrainer, path: Path | None, mean_length: float | None, read_data: bool
+    settings: RunSettings, path: Path | None, mean_length: float | None, read_data: bool
 ) -> tuple[Lengths | None, Lengths | float | None]:
     """Return the prompt and response lengths of the options: statistics or a mean; None if an option is not set."""
     from rollcast_automap.costs.length_curve import LengthCurve, read_samples
@@ -202,17 +204,17 @@ def _read_lengths(
     response: Lengths | float | None = mean_length
     if path is not None and mean_length is not None:
         raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
-    data = trainer.task.data
+    data = settings.data
     if path is not None and path.is_dir():
         lengths = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
         prompt, response = lengths.prompt, lengths.response
     elif path is not None:
         longest = data.max_response_length
         response = LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
-    return measure_prompts(trainer) if read_data else prompt, response
+    return measure_prompts(settings) if read_data else prompt, response
 
 
-def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:
+def take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:
     """Return the section built from the overrides that start with ``path``, and the remaining overrides."""
     from omegaconf import OmegaConf
 

@@ -18,10 +18,7 @@ from rollcast_automap.memory.role_specs import largest_pass
 from rollcast_automap.memory.splits import check_engine
 from rollcast_serving.contracts.admission import AdmissionSettings, admissions
 from rollcast_serving.shapes import ReplicaShape, split_nodes
-from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
-from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.schemas import CriticConfig
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.api import BatchAlgebra, CriticConfig, Role, RunSettings, train_batches
 
 __all__ = ["Fact", "Plan", "plan_run"]
 
@@ -68,31 +65,31 @@ class Plan:
         return {**values, "notes": self.notes}
 
 
-def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | None = None) -> Plan:
+def plan_run(settings: RunSettings, read_data: bool = True, device_bytes: int | None = None) -> Plan:
     """Return the batch algebra, length, roles and memory of a run.
 
     Args:
-        trainer: trainer of the run, built but not started, so its sizes and parts are checked already.
+        settings: settings of the run.
         read_data: read existing data files to count their rows.
         device_bytes: memory of each device, against which the run's memory is checked; None for no check.
 
     Raises:
         ConfigError, DataError: the model folder or the data cannot be used, or the engine rejects its keys.
     """
-    check_engine(trainer)
+    check_engine(settings)
     plan = Plan()
-    algebra = find_algebra(trainer)
-    plan.sections["batch"] = _batch(trainer, algebra, plan.notes)
-    plan.sections["run"] = _run(trainer, algebra, read_data, plan.notes)
-    plan.sections["stages"] = _stages(trainer)
-    plan.sections["roles"] = _roles(trainer)
-    plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes, device_bytes)]
-    _note_generation(trainer, plan.notes)
-    _note_precision(trainer, plan.notes)
-    warm_start = trainer.task.trainer.warm_start
+    algebra = settings.algebra
+    plan.sections["batch"] = _batch(settings, algebra, plan.notes)
+    plan.sections["run"] = _run(settings, algebra, read_data, plan.notes)
+    plan.sections["stages"] = _stages(settings)
+    plan.sections["roles"] = _roles(settings)
+    plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(settings, algebra, plan.notes, device_bytes)]
+    _note_generation(settings, plan.notes)
+    _note_precision(settings, plan.notes)
+    warm_start = settings.trainer.warm_start
     if warm_start is not None:
-        plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
-    goal = trainer.task.trainer.stop_at
+        plan.notes.append(f"recipe {warm_start} is trained first, in {settings.run_dir / 'warm_start'}")
+    goal = settings.trainer.stop_at
     if goal.patience is not None:
         plan.notes.append(
             f"trainer.stop_at may end the run before its last step, after {goal.patience} validations without a new "
@@ -103,27 +100,16 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
     return plan
 
 
-def find_algebra(trainer: LoopTrainer) -> BatchAlgebra:
-    """Return the trainer's batch algebra; if it has none, the algebra of one optimizer step per batch."""
-    own = getattr(trainer, "algebra", None)
-    if isinstance(own, BatchAlgebra):
-        return own
-    task, rows = trainer.task, trainer.task.data.train_batch_size
-    tokens = pass_tokens(task.actor, task.engine)
-    ranks = data_parallel_size(task.engine, task.world_size)
-    return BatchAlgebra(rows, 1, rows, 1, ranks, task.actor.ppo_micro_batch_size_per_gpu, tokens)
-
-
-def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> list[Fact]:
-    data, ranks = trainer.task.data, algebra.dp_size
+def _batch(settings: RunSettings, algebra: BatchAlgebra, notes: list[str]) -> list[Fact]:
+    data, ranks = settings.data, algebra.dp_size
     longest = data.max_prompt_length + data.max_response_length
     mini_rows = algebra.mini_batch_prompts * algebra.samples
     passes = -(-algebra.rows_per_rank // largest_pass(algebra, longest))
     steps = algebra.mini_batches * algebra.epochs
     _note_remainders(algebra, mini_rows, notes)
     most = "at most " if algebra.micro_batch_tokens is not None else ""
-    has_critic = Role.CRITIC in trainer.run.roles
-    critic = trainer.task.section("critic", CriticConfig) if has_critic else None
+    has_critic = Role.CRITIC in settings.roles
+    critic = settings.section("critic", CriticConfig) if has_critic else None
     per_mini = f"{_count(mini_rows, 'row')} ({_count(algebra.mini_batch_prompts, 'prompt')})"
     return [
         Fact("prompts", algebra.prompts, f"{_count(algebra.prompts, 'prompt')} a step"),
@@ -138,7 +124,7 @@ def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> lis
         Fact("rows_per_rank", algebra.rows_per_rank, f"{_count(algebra.rows_per_rank, 'row')} of a mini-batch on each"),
         Fact("micro_batches_per_rank", passes, f"{most}{_count(passes, 'micro-batch')} of a mini-batch on each"),
         *_critic_facts(algebra, critic),
-        *_staleness_facts(trainer, algebra),
+        *_staleness_facts(settings, algebra),
     ]
 
 
@@ -150,12 +136,12 @@ def _critic_facts(algebra: BatchAlgebra, critic: Any) -> list[Fact]:
     return [Fact("critic_optimizer_steps", steps, f"{_count(steps, 'optimizer step')} of the critic a step")]
 
 
-def _staleness_facts(trainer: LoopTrainer, algebra: BatchAlgebra) -> list[Fact]:
+def _staleness_facts(settings: RunSettings, algebra: BatchAlgebra) -> list[Fact]:
     """Return the facts about rollouts that start ahead; none if generation and training take turns."""
-    staleness = trainer.run.max_staleness
+    staleness = settings.max_staleness
     if not staleness:
         return []
-    name = trainer.task.trainer.admission
+    name = settings.trainer.admission
     age = admissions.get(name)(AdmissionSettings(staleness, algebra.prompts)).max_age
     promised = "no bound" if age is None else f"at most {_count(age, 'version')}"
     return [
@@ -197,33 +183,32 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
         )
 
 
-def _note_precision(trainer: LoopTrainer, notes: list[str]) -> None:
+def _note_precision(settings: RunSettings, notes: list[str]) -> None:
     """Add a note if the actor computes in float32 on a GPU, which then runs at a fraction of its speed."""
-    task = trainer.task
-    on_gpu = find_device(task.placement.device).name != "cpu"
-    if not on_gpu or task.engine_class.compute_dtype(task.engine) != "float32":
+    on_gpu = find_device(settings.placement.device).name != "cpu"
+    if not on_gpu or settings.engine_class.compute_dtype(settings.engine) != "float32":
         return
     fitting = {"param_dtype": "bf16", "use_remove_padding": True, "use_fused_kernels": True}
-    missing = {key: value for key, value in fitting.items() if key in vars(task.engine)}
+    missing = {key: value for key, value in fitting.items() if key in vars(settings.engine)}
     advice = " ".join(f"actor.engine.{key}={str(value).lower()}" for key, value in missing.items())
     advice = advice or "actor.engine.dtype=bf16"
     notes.append(
-        f"actor.engine computes in float32, which is slow on {task.placement.device} and takes twice bf16's memory for "
-        f"activations; try {advice}"
+        f"actor.engine computes in float32, which is slow on {settings.placement.device} and takes twice bf16's memory "
+        f"for activations; try {advice}"
     )
 
 
-def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
+def _note_generation(settings: RunSettings, notes: list[str]) -> None:
     """Add notes about responses that a step generates beyond its rows."""
-    names = [place.name for place in trainer.places]
+    names = [place.name for place in settings.places]
     if not {"filter_groups", "reward_baselines"} & set(names):
         return
-    algorithm = trainer.task.section("algorithm", AlgorithmConfig)
+    algorithm = settings.section("algorithm", AlgorithmConfig)
     if "filter_groups" in names:
         groups = algorithm.filter_groups
         most = _count(groups.max_num_gen_batches, "batch")
         notes.append(
-            f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
+            f"algorithm.filter_groups: up to {most} of {_count(settings.data.train_batch_size, 'prompt')} "
             "are read and answered in a step, so the data last for fewer steps"
         )
     if "reward_baselines" in names:
@@ -232,7 +217,7 @@ def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
         )
 
 
-def _stages(trainer: LoopTrainer) -> list[Fact]:
+def _stages(settings: RunSettings) -> list[Fact]:
     """Return the stages of a step in their order, with the role that computes each and the reason for it."""
     return [
         Fact(
@@ -240,7 +225,7 @@ def _stages(trainer: LoopTrainer) -> list[Fact]:
             {"reason": place.reason, "roles": list(place.spec.roles), "reads": list(place.spec.reads)},
             f"{place.name} ({place.spec.roles[0] if place.spec.roles else 'driver'}): {place.reason}",
         )
-        for place in trainer.places
+        for place in settings.places
     ]
 
 
@@ -253,12 +238,12 @@ def nearest(wanted: int, valid: Sequence[int]) -> str:
 # -- the length of the run ------------------------------------------------------------------------
 
 
-def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: list[str]) -> list[Fact]:
-    task, settings = trainer.task, trainer.task.trainer
-    batches, rows = _count_rows(trainer, read_data, notes)
-    steps = settings.total_steps
+def _run(settings: RunSettings, algebra: BatchAlgebra, read_data: bool, notes: list[str]) -> list[Fact]:
+    keys = settings.trainer
+    batches, rows = _count_rows(settings, read_data, notes)
+    steps = keys.total_steps
     if steps is None and batches is not None:
-        steps = settings.steps(batches)
+        steps = keys.steps(batches)
     facts = [
         _fact("train_batches_per_epoch", batches, "training batch", " an epoch"),
         _fact("steps", steps, "training step"),
@@ -266,17 +251,17 @@ def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: li
         _fact("rows", _times(steps, algebra.rows), "row", " in all"),
     ]
     validations: int | None = 0
-    if task.data.val_files:
-        before = int(settings.val_before_train)
-        validations = _add(_events(steps, settings.test_freq), before)
-    samples = task.rollout.val_kwargs.n
+    if settings.data.val_files:
+        before = int(keys.val_before_train)
+        validations = _add(_events(steps, keys.test_freq), before)
+    samples = settings.rollout.val_kwargs.n
     facts += [
         _fact("validations", validations, "validation"),
         _fact("validation_samples", _times(rows, samples), "validation sample", f" each time, {samples} a prompt"),
     ]
-    checkpoints = _events(steps, settings.save_freq)
-    has_best = settings.keep_best_ckpt and bool(task.data.val_files) and settings.test_freq > 0
-    count = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep + has_best
+    checkpoints = _events(steps, keys.save_freq)
+    has_best = keys.keep_best_ckpt and bool(settings.data.val_files) and keys.test_freq > 0
+    count = checkpoints if keys.max_ckpt_to_keep < 0 else keys.max_ckpt_to_keep + has_best
     if checkpoints is not None and count is not None:
         count = min(count, checkpoints)
     return [
@@ -286,9 +271,9 @@ def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: li
     ]
 
 
-def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tuple[int | None, int | None]:
+def _count_rows(settings: RunSettings, read_data: bool, notes: list[str]) -> tuple[int | None, int | None]:
     """Return the training batches of an epoch and the validation prompts, each None if not known."""
-    data, task = trainer.task.data, trainer.task
+    data = settings.data
     if not data.train_files:
         raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
     unread = None if data.val_files else 0
@@ -299,11 +284,11 @@ def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tupl
     if data.preprocess is not None and not all(is_url(file) or Path(file).exists() for file in files):
         notes.append(f"the rows are not known yet: data.preprocess={data.preprocess} writes them when the run starts")
         return None, unread
-    if not Path(task.model.path).is_dir():
+    if not Path(settings.model.path).is_dir():
         notes.append("the rows are not known: measuring them needs the model's tokenizer, which does not exist yet")
         return None, unread
-    validation = sum(len(batch) for batch in trainer.load_val_batches())
-    return task.train_batches().batches_per_epoch, validation
+    validation = sum(len(batch) for batch in settings.trainer_class.val_batches(settings))
+    return train_batches(settings).batches_per_epoch, validation
 
 
 def _events(steps: int | None, every: int) -> int | None:
@@ -328,25 +313,24 @@ def _fact(key: str, value: int | None, noun: str, more: str = "") -> Fact:
 # -- the roles of each pool -----------------------------------------------------------------------
 
 
-def _roles(trainer: LoopTrainer) -> list[Fact]:
+def _roles(settings: RunSettings) -> list[Fact]:
     facts = []
-    for pool, roles in placed_roles(trainer).items():
+    for pool, roles in placed_roles(settings).items():
         counts = list(pool.process_on_nodes)
-        device = trainer.task.placement.device
+        device = settings.placement.device
         value = {"processes_on_nodes": counts, "device": device, "roles": roles}
         places = f"{_count(sum(counts), 'process')} on {_count(len(counts), 'node')}, device {device}"
         text = f"{pool.name}: {', '.join(roles)} ({places})"
         facts.append(Fact(pool.name, value, text))
-    return [*facts, *_replicas(trainer)]
+    return [*facts, *_replicas(settings)]
 
 
-def _replicas(trainer: LoopTrainer) -> list[Fact]:
+def _replicas(settings: RunSettings) -> list[Fact]:
     """Return the fact about the rollout's replicas; none for a rollout in the actor's processes."""
-    task = trainer.task
-    if not task.uses_replicas:
+    if not settings.uses_replicas:
         return []
-    shape = ReplicaShape.of(task.rollout)
-    nodes = split_nodes(shape.size, task.pools.get_resource_pool(Role.ROLLOUT).process_on_nodes)
+    shape = ReplicaShape.of(settings.rollout)
+    nodes = split_nodes(shape.size, settings.pools.get_resource_pool(Role.ROLLOUT).process_on_nodes)
     sizes = {key: size for key, size in shape.keys().items() if size > 1}
     widest = max(map(len, nodes))
     value = {"count": len(nodes), "devices": shape.size, "nodes": widest, "sizes": sizes}

@@ -40,12 +40,13 @@ def plan(
     """
     from rollcast import compose
     from rollcast_automap.plan import plan_run
-    from rollcast_trainer.loop import build_loop_trainer
+    from rollcast_trainer.api import check_run
 
     composed = compose(overrides or (), config_dir, needs_trainer=True)
-    trainer = build_loop_trainer(composed)
+    composed.load_plugins()
+    settings = check_run(composed.config)
     device_bytes = None if device_memory is None else int(device_memory * 2**30)
-    run_plan = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
+    run_plan = plan_run(settings, read_data=not skip_data, device_bytes=device_bytes)
     run_plan.add_device_defaults(composed.plain(), composed.by_device())
     if as_json:
         typer.echo(json.dumps(run_plan.as_dict(), indent=2))

@@ -26,10 +26,8 @@ from rollcast_automap.contract import (
 from rollcast_automap.costs.device_kinds import ACCELERATOR_TYPES
 from rollcast_automap.memory.memory_model import measure_model
 from rollcast_automap.memory.role_specs import find_model, read_role, role_size, shares_weights
-from rollcast_automap.plan import find_algebra
 from rollcast_automap.search.constraints import ConstraintsConfig, check_roles
-from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.api import Role, RunSettings
 
 __all__ = ["build_problem", "list_overrides", "place_of"]
 
@@ -56,7 +54,7 @@ _MICRO_BATCHES = {
 
 
 def build_problem(
-    trainer: LoopTrainer,
+    settings: RunSettings,
     cluster: Cluster,
     response: Lengths | float | None = None,
     max_staleness: int = 0,
@@ -66,7 +64,7 @@ def build_problem(
     """Return the mapping problem of a run.
 
     Args:
-        trainer: trainer of the run, built but not started.
+        settings: settings of the run.
         cluster: devices to map onto.
         response: statistics of the response lengths, or their mean in tokens; None for half of the longest.
         max_staleness: largest value that the planner may choose.
@@ -77,16 +75,16 @@ def build_problem(
         ConfigError: the model folder cannot be used, a stage calls workers without a known cost, or a constraint names
             a role that the run does not have.
     """
-    task, data, algebra = trainer.task, trainer.task.data, find_algebra(trainer)
-    stages = _stages(trainer)
+    data, algebra = settings.data, settings.algebra
+    stages = _stages(settings)
     names = list(dict.fromkeys(stage.role for stage in stages))
     limits = limits or ConstraintsConfig()
     check_roles(limits, names, cluster.devices)
-    roles = tuple(_role(trainer, name, cluster) for name in names)
-    meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
+    roles = tuple(_role(settings, name, cluster) for name in names)
+    meshes = {role.name: _meshes(settings, role, cluster) for role in roles}
     longest = data.max_response_length
-    modes = task.rollout_class.capabilities.modes
-    together: tuple[tuple[str, str], ...] = (("actor", "ref"),) if "ref" in names and shares_weights(trainer) else ()
+    modes = settings.rollout_class.capabilities.modes
+    together: tuple[tuple[str, str], ...] = (("actor", "ref"),) if "ref" in names and shares_weights(settings) else ()
     return Problem(
         roles=roles,
         stages=stages,
@@ -111,7 +109,7 @@ def build_problem(
     )
 
 
-def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
+def _stages(settings: RunSettings) -> tuple[StageSpec, ...]:
     """Return the stages that run a model, in the order in which the trainer starts them.
 
     As in the trainer's loop, a stage is a call in flight: it waits for the stages whose columns it reads. A stage of
@@ -121,7 +119,7 @@ def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
     #: Column → priced stages that it comes from.
     sources: dict[str, frozenset[str]] = {}
     read: frozenset[str] = frozenset()
-    for place in trainer.places:
+    for place in settings.places:
         reads = place.spec.reads if place.name not in _PRICED else (*place.spec.reads, *place.spec.optional)
         waits_for = read.union(*(names for column in reads for names in _of_column(sources, column)))
         if place.name in _PRICED:
@@ -138,7 +136,7 @@ def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
             )
         sources |= dict.fromkeys(place.spec.writes, waits_for)
     if not any(stage.kind == "generate" for stage in ordered):
-        raise ConfigError(f"trainer.name={trainer.task.trainer.name} generates nothing; map a trainer such as ppo")
+        raise ConfigError(f"trainer.name={settings.trainer.name} generates nothing; map a trainer such as ppo")
     return tuple(ordered)
 
 
@@ -149,19 +147,19 @@ def _of_column(sources: MappingType[str, frozenset[str]], column: str) -> list[f
     ]
 
 
-def _role(trainer: LoopTrainer, name: str, cluster: Cluster) -> RoleSpec:
-    model, reason = find_model(trainer)
+def _role(settings: RunSettings, name: str, cluster: Cluster) -> RoleSpec:
+    model, reason = find_model(settings)
     if model is None:
         raise ConfigError(f"the size of the model is not known yet: {reason}")
     on_cpu = all(node.kind.name == "cpu" for node in cluster.nodes)
-    return read_role(trainer, name, role_size(trainer, name, measure_model(model)), on_cpu)
+    return read_role(settings, name, role_size(settings, name, measure_model(model)), on_cpu)
 
 
-def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mesh, ...] | None:
+def _meshes(settings: RunSettings, role: RoleSpec, cluster: Cluster) -> tuple[Mesh, ...] | None:
     """Return the meshes that a role's engine or rollout supports; None for any."""
     sizes = range(1, cluster.devices + 1)
     if role.kind == "generates":
-        alone = not trainer.task.rollout_class.capabilities.tensor_parallel
+        alone = not settings.rollout_class.capabilities.tensor_parallel
         return tuple(Mesh(data=size) for size in sizes) if alone else None
     has: EngineCapabilities = engines.get(role.plugin).capabilities
     if has.tensor_parallel and has.pipeline_parallel:
@@ -179,7 +177,7 @@ def place_of(role: str, uses_replicas: bool) -> str:
     return str(Role.ACTOR_ROLLOUT) if role == "rollout" and not uses_replicas else _PLACED.get(role, role)
 
 
-def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> list[str]:
+def list_overrides(settings: RunSettings, problem: Problem, mapping: Mapping) -> list[str]:
     """Return the overrides that apply a mapping to a run."""
     pools = {pool.name: pool for pool in mapping.pools}
     places = {entry.role: entry for entry in mapping.placements}
@@ -187,7 +185,7 @@ def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> 
     overrides = _pool_overrides(problem.cluster, pools, {role: entry.pool for role, entry in places.items()}, home)
     for role, placement in places.items():
         overrides += _role_overrides(problem.role(role), placement)
-    overrides += _rollout_overrides(trainer, places["rollout"], mapping, pools)
+    overrides += _rollout_overrides(settings, places["rollout"], mapping, pools)
     return [*overrides, f"trainer.max_staleness={mapping.max_staleness}"]
 
 
@@ -226,17 +224,17 @@ def _role_overrides(role: RoleSpec, placement: Placement) -> list[str]:
 
 
 def _rollout_overrides(
-    trainer: LoopTrainer, placement: Placement, mapping: Mapping, pools: dict[str, Pool]
+    settings: RunSettings, placement: Placement, mapping: Mapping, pools: dict[str, Pool]
 ) -> list[str]:
     """Return the overrides for the rollout mode and for a weight sync that supports it."""
-    mode, task = mapping.mode, trainer.task
+    mode = mapping.mode
     homes = {entry.pool for entry in mapping.placements if entry.role in ("actor", "rollout")}
     nodes = {node for home in homes for node, _ in pools[home].places}
-    sync = task.rollout.weight_sync
-    if not task.uses_replicas and (mode != "hybrid" or placement.mesh.tensor > 1):
+    sync = settings.rollout.weight_sync
+    if not settings.uses_replicas and (mode != "hybrid" or placement.mesh.tensor > 1):
         sync = "shared_memory"
     if mode == "standalone" and sync in ("shared_memory", "cuda_ipc") and len(nodes) > 1:
         sync = "collective"
     # The search gives replicas one stage and one copy.
-    ones = [f"rollout.{key}=1" for key in _SEARCHED_AS_ONE if getattr(task.rollout, key) > 1]
+    ones = [f"rollout.{key}=1" for key in _SEARCHED_AS_ONE if getattr(settings.rollout, key) > 1]
     return [f"rollout.mode={mode}", f"rollout.weight_sync={sync}", *ones]

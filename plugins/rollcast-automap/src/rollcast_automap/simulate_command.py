@@ -91,36 +91,34 @@ def simulate(
     trained rollouts in versions of the weights, with the bound that the admission guarantees.
     """
     from rollcast import compose
-    from rollcast.contracts.trainer import trainers
     from rollcast_serving.contracts.admission import AdmissionSettings, admissions
     from rollcast_serving.simulation import TrainingPlan
-    from rollcast_trainer.ppo import PpoTrainer
-    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.api import check_run
 
+    values = _values(staleness)
     composed = compose(overrides or (), config_dir, needs_trainer=True)
     composed.load_plugins()
-    trainer_class = trainers.get(composed.config.trainer.name)
-    if not issubclass(trainer_class, PpoTrainer):
+    settings = check_run(composed.config)
+    if not any(place.spec.is_recorded for place in settings.places):
         raise ConfigError(
             f"trainer.name={composed.config.trainer.name} generates nothing; simulate a trainer such as ppo"
         )
-    task = TaskRunner(composed.config, trainer_class.schema)
-    size, longest, samples = task.data.train_batch_size, task.data.max_response_length, task.rollout.n
+    size, longest, samples = settings.data.train_batch_size, settings.data.max_response_length, settings.rollout.n
     if lengths_file is None:
         lengths = draw_lengths(mean_length or longest / 4, sigma, longest, samples)
     else:
         lengths = read_lengths(lengths_file, longest, samples)
     plan = TrainingPlan(steps, size, train_seconds, sync_seconds, tokens_per_second, replicas, slots)
-    admission = admissions.get(task.trainer.admission)
+    admission = admissions.get(settings.trainer.admission)
     rows: list[SimulatedRow] = []
     turns_s: float | None = None
-    for value in track(_values(staleness), "simulated runs"):
+    for value in track(values, "simulated runs"):
         turns_s = turns_s or _turns_seconds(lengths, plan)
         rows.append(simulate_row(admission(AdmissionSettings(value, size)), lengths, plan, turns_s))
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        _print(rows, task.trainer.admission)
+        _print(rows, settings.trainer.admission)
 
 
 def simulate_row(admission: BaseAdmission, lengths: Lengths, plan: TrainingPlan, turns_s: float) -> SimulatedRow:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollcast_dispatch.modes import DpComputeProtoWithFunc as DpComputeProtoWithFunc
     from rollcast_dispatch.modes import NdMesh as NdMesh
     from rollcast_dispatch.modes import make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn
+    from rollcast_dispatch.token_balanced import ROW_TOKENS as ROW_TOKENS
     from rollcast_dispatch.token_balanced import TokenBalanced as TokenBalanced
     from rollcast_dispatch.token_balanced import make_token_balanced_dispatch_fn as make_token_balanced_dispatch_fn
 
@@ -41,6 +42,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "NdMesh",
             "make_nd_compute_dataproto_dispatch_fn",
         ],
-        "token_balanced": ["TokenBalanced", "make_token_balanced_dispatch_fn"],
+        "token_balanced": ["ROW_TOKENS", "TokenBalanced", "make_token_balanced_dispatch_fn"],
     },
 )

@@ -23,11 +23,13 @@ from rollcast_dispatch.sharding import (
     wrong_kinds,
 )
 
-__all__ = ["TokenBalanced", "make_token_balanced_dispatch_fn"]
+__all__ = ["ROW_TOKENS", "TokenBalanced", "make_token_balanced_dispatch_fn"]
 
 
+#: Column of lengths for a caller that knows them or chooses them: equal ones leave consecutive rows together.
+ROW_TOKENS: Final = "row_tokens"
 #: Default columns from which lengths are read; the first entry whose columns all exist is used.
-_LENGTH_KEYS: Final = (("attention_mask",), ("prompts", "responses"), ("input_ids",))
+_LENGTH_KEYS: Final = ((ROW_TOKENS,), ("attention_mask",), ("prompts", "responses"), ("input_ids",))
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class TokenBalanced(DispatchMode):
         mesh_name: mesh whose data-parallel ranks get the shards; None for one shard per rank.
         length_key: column from which the rows' lengths are read: a mask ``[rows, tokens]``, whose nonzero entries are
             counted; a jagged column, whose row lengths are used; or integers ``[rows]``, which are the lengths. None,
-            the default, uses ``attention_mask`` if a batch has it, else the tokens of ``prompts`` and ``responses``, or
-            of ``input_ids``. The first batch with the column is used. Of remote columns, only these are read.
+            the default, uses ``row_tokens`` or ``attention_mask`` if a batch has it, else the tokens of ``prompts`` and
+            ``responses``, or of ``input_ids``. The first batch with the column is used. Of remote columns, only these
+            are read.
         group_key: column whose equal values keep rows together on one shard, such as ``uid``.
         equal_size: True for the same number of rows in every shard. Missing rows are padded with copies of the shortest
             row, or of another shard's shortest row if there are groups; their results are removed. False allows shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from rollcast.errors import CheckpointError
 from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.pending_save import PendingSave
 from rollcast_engine.process_group import agree
+from rollcast_engine.sharded_checkpoint import ShardedState, load, save, start_save
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import OptimConfig
@@ -27,9 +28,10 @@ _Optimizer = TypeVar("_Optimizer")
 
 
 class TorchEngine(BaseEngine):
-    """Base of engines: train and eval mode, the learning-rate schedule, and exports that fail on all ranks or on none.
+    """Base of engines: train and eval mode, the schedule, checkpoints, and exports that fail on all ranks or on none.
 
-    A subclass implements :meth:`mode`, :meth:`write_export` and the remaining methods of :class:`BaseEngine`.
+    A subclass implements :meth:`mode`, :meth:`checkpoint_state` (or its own checkpoints), :meth:`write_export` and the
+    remaining methods of :class:`BaseEngine`.
 
     Attributes:
         device: device of the model; the CPU before :meth:`use_local_device`.
@@ -48,14 +50,39 @@ class TorchEngine(BaseEngine):
         self._pending_save: PendingSave | None = None
         self._checkpoint_group: dist.ProcessGroup | None = None
 
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Return the group in which a thread writes checkpoints; None for a single rank. All ranks must call.
+    def checkpoint_state(self) -> ShardedState:
+        """Return the state that checkpoints hold, with the engine's own tensors."""
+        raise NotImplementedError(f"{type(self).__name__} overrides neither checkpoint_state nor save_checkpoint")
 
-        Collectives of the writing thread must not interleave with those of training, so it has a group of its own.
+    def holding_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the tensors of :meth:`checkpoint_state` are in memory."""
+        return nullcontext()
+
+    def on_loaded(self) -> None:  # most engines have nothing to forget
+        """Forget what was derived from the weights before a checkpoint was loaded."""
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write model, optimizer, schedule and every rank's RNG under ``path``.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
         """
+        self.finish_checkpoint(wait=True)
+        with self.holding_weights():
+            save(path, self.checkpoint_state())
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Copy the state to host memory, and write it from there while training goes on.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
+        """
+        self.finish_checkpoint(wait=True)
         if self.setup.context.world_size > 1 and self._checkpoint_group is None:
+            # Collectives of the writing thread must not interleave with those of training.
             self._checkpoint_group = dist.new_group(backend="gloo")
-        return self._checkpoint_group
+        with self.holding_weights():
+            self._pending_save = start_save(path, self.checkpoint_state(), self._checkpoint_group)
 
     def finish_checkpoint(self, wait: bool) -> bool:
         """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
@@ -64,6 +91,17 @@ class TorchEngine(BaseEngine):
             return True
         self._pending_save = pending
         return False
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Load a checkpoint of :meth:`save_checkpoint`, on the same or another number of ranks or mesh.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged, or belongs to another model; the message names the
+                differences.
+        """
+        with self.holding_weights():
+            self.schedule_step = load(path, self.checkpoint_state())
+        self.on_loaded()
 
     def use_local_device(self) -> None:
         """Compute on this rank's accelerator from now on, if the machine has one."""

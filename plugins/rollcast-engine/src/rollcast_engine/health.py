@@ -51,8 +51,8 @@ class TorchCheck(BaseHealthCheck):
             names = [str(module.get_device_name(index)) for index in range(module.device_count())]
             return ok("devices", f"{len(names)} x {', '.join(sorted(set(names)))}")
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and present:
-            mend = "unset CUDA_VISIBLE_DEVICES"
-            return warning("devices", f"CUDA_VISIBLE_DEVICES is empty and hides {', '.join(present)}", mend)
+            fix = "unset CUDA_VISIBLE_DEVICES"
+            return warning("devices", f"CUDA_VISIBLE_DEVICES is empty and hides {', '.join(present)}", fix)
         if present:
             reason = "torch is built without CUDA" if not torch.version.cuda else "the driver does not fit the build"
             message = f"{', '.join(present)} cannot be used: {reason}"
@@ -76,13 +76,13 @@ class TorchCheck(BaseHealthCheck):
             dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001  # torch raises RuntimeError and kinds of its own
             interface = os.environ.get("GLOO_SOCKET_IFNAME")
-            mend = (
+            fix = (
                 "unset GLOO_SOCKET_IFNAME, or name an interface that ip -br addr lists"
                 if interface
                 else "export GLOO_SOCKET_IFNAME=lo (one node), or the interface between the nodes"
             )
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return problem("gloo", f"a process group of the backend gloo cannot be made: {reason}", mend)
+            return problem("gloo", f"a process group of the backend gloo cannot be made: {reason}", fix)
         return ok("gloo", "a process group can be made")
 
 
@@ -120,8 +120,8 @@ def _judge(
     fault = next(filter(None, map(_load, _libraries(distribution))), None)
     if fault is None:
         return None
-    mend = f"rebuild it against torch {torch_version}: pip install --force-reinstall --no-cache-dir {name}"
-    return problem(name, f"version {distribution.version} does not fit torch {torch_version}: {fault}", mend)
+    fix = f"rebuild it against torch {torch_version}: pip install --force-reinstall --no-cache-dir {name}"
+    return problem(name, f"version {distribution.version} does not fit torch {torch_version}: {fault}", fix)
 
 
 def _need_of_torch(distribution: importlib.metadata.Distribution) -> Requirement | None:
@@ -183,14 +183,14 @@ class ModelCheck(BaseHealthCheck):
         try:
             kind = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
         except (OSError, ValueError) as error:
-            mend = f"copy config.json of the model into {folder}, or give another model.path"
-            yield problem("config.json", f"{folder / 'config.json'} cannot be read: {error}", mend)
+            fix = f"copy config.json of the model into {folder}, or give another model.path"
+            yield problem("config.json", f"{folder / 'config.json'} cannot be read: {error}", fix)
             return
         yield ok("config.json", f"{', '.join(kind or ['no architecture named'])}")
         yield self._weights(folder, bool(setup.get("model.random_init", False)))
         if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            mend = f"copy the tokenizer's files into {folder}"
-            yield problem("tokenizer", f"{folder} has none of tokenizer.json, tokenizer.model, vocab.json", mend)
+            fix = f"copy the tokenizer's files into {folder}"
+            yield problem("tokenizer", f"{folder} has none of tokenizer.json, tokenizer.model, vocab.json", fix)
 
     def _find_gguf(self, path: Path) -> Path | None:
         """Return the GGUF file that a run would convert."""

@@ -54,8 +54,9 @@ class ValueModel(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
         self.config = body.config
-        self.body_name: str = body.base_model_prefix or "model"
-        self.add_module(self.body_name, body)
+        #: Name of the body, for which transformers and PEFT ask.
+        self.base_model_prefix: str = body.base_model_prefix or "model"
+        self.add_module(self.base_model_prefix, body)
         self.score = nn.Linear(self.config.get_text_config().hidden_size, 1, dtype=body.dtype)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
@@ -63,7 +64,7 @@ class ValueModel(nn.Module):
     @property
     def body(self) -> Any:
         """The transformer without its vocabulary head."""
-        return self.get_submodule(self.body_name)
+        return self.get_submodule(self.base_model_prefix)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **for_attention: Any

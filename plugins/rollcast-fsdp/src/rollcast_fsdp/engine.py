@@ -28,8 +28,8 @@ from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_engine.routing import check_replay, start_record
 from rollcast_engine.transfer import CopyStream
-from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
+from rollcast_fsdp.checkpoint import EngineState
 from rollcast_fsdp.exporting import export_checkpoint, export_live
 from rollcast_fsdp.kernels import apply_liger, compile_layers, without_compile
 from rollcast_fsdp.model import build_module, check_state, enable_checkpointing
@@ -70,7 +70,6 @@ class FsdpEngine(TorchEngine):
         vocabulary_kl=True,
         in_process_module=True,
         token_budget=True,
-        packing=True,
         lora=True,
         offload=True,
         routing_replay=True,
@@ -372,35 +371,11 @@ class FsdpEngine(TorchEngine):
             raise RuntimeError("initialize() has to be called before the engine computes")
         return self.residency
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and every rank's RNG under ``path``.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
-        """
-        self.finish_checkpoint(wait=True)
-        checkpoints.save(path, self._state())
-
-    def start_checkpoint(self, path: Path) -> None:
-        """Copy the state to host memory, and write it from there while training goes on.
-
-        Raises:
-            CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
-        """
-        self.finish_checkpoint(wait=True)
-        self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Load a checkpoint of :meth:`save_checkpoint`, on the same or another number of ranks.
-
-        Raises:
-            CheckpointError: the folder is incomplete or belongs to another model; the message names the differences.
-        """
-        self.schedule_step = checkpoints.load(path, self._state())
+    def on_loaded(self) -> None:
         self._changed = True
 
-    def _state(self) -> checkpoints.EngineState:
-        return checkpoints.EngineState(
+    def checkpoint_state(self) -> EngineState:
+        return EngineState(
             model_type=self.setup.model_type,
             rank=self.setup.context.rank,
             world_size=self.setup.context.world_size,

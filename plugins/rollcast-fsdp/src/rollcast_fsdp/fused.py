@@ -102,6 +102,7 @@ class _LinearStats(torch.autograd.Function):
             if options.entropy:
                 mean[chunk] = probs.mul_(logits).sum(1) / total
                 entropy[chunk] = log_total[chunk] - mean[chunk]
+            del logits, probs  # or they would stay until the next chunk has its own
         ctx.save_for_backward(hidden, weight, bias, tokens, shift, log_total, mean, squares)
         ctx.options = options
         return log_probs, entropy, squares
@@ -126,6 +127,7 @@ class _LinearStats(torch.autograd.Function):
                 _add_product(to_weight, slope.T, hidden[chunk])
             if to_bias is not None:
                 to_bias += slope.sum(0, dtype=torch.float32)
+            del logits, slope
         rounded = None if to_weight is None else to_weight.to(weight.dtype)
         return to_hidden, rounded, None if to_bias is None else to_bias.to(bias.dtype), None, None
 

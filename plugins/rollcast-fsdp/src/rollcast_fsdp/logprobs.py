@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "at_temperature",
     "keep_logits",
     "response_logits",
     "response_states",
@@ -76,8 +77,15 @@ def response_logits(
         logits = shared_prompt_logits(module, model_inputs, response_length, keep_logits(module, 1))
     if logits is None:
         logits = response_states(module, model_inputs, response_length)[:, -response_length:]
-    logits = logits.float()
-    return logits if temperature == 1.0 else logits / temperature
+    return at_temperature(logits, temperature)
+
+
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits in float32, divided by the temperature; those given are not changed."""
+    scaled = logits.float()
+    if temperature == 1.0:
+        return scaled
+    return scaled / temperature if scaled is logits else scaled.div_(temperature)
 
 
 def response_states(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:

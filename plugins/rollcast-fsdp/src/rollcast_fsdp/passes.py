@@ -78,7 +78,8 @@ class Passes:
         training = torch.is_grad_enabled()
         names = [] if training else quantity_names(settings, self.forward.is_value_model)
         # On the device until the last pass: a copy to the host would wait for each.
-        outputs = {name: output.to(self._device) for name, output in plan.source.empty_outputs(names).items()}
+        empty = plan.source.empty_outputs(names)
+        outputs = {name: torch.zeros_like(output, device=self._device) for name, output in empty.items()}
         sums = MetricSums()
         # FSDP2 averages gradients over the ranks, but the shares must be summed.
         scale = 1.0 if self._sharding is None else float(self._sharding.mesh.size())

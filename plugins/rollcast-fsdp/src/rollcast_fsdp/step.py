@@ -16,6 +16,7 @@ from rollcast_engine.hf import ValueModel
 from rollcast_fsdp.fused import CHUNK_SIZE, linear_stats
 from rollcast_fsdp.head import VocabularyHead
 from rollcast_fsdp.logprobs import (
+    at_temperature,
     keep_logits,
     response_logits,
     response_states,
@@ -172,8 +173,8 @@ class TokenForward:
             return Scored(pack.tokens, pack.targets, None, kept_states, self._head, self._chunk_size)
         arguments = keep_logits(self.module, pack.places)
         logits: Tensor = self.module(**inputs, **arguments).logits[0]
-        logits = (logits if arguments else logits[pack.places]).float()
-        return Scored(pack.tokens, pack.targets, logits if temperature == 1.0 else logits / temperature)
+        logits = at_temperature(logits if arguments else logits[pack.places], temperature)
+        return Scored(pack.tokens, pack.targets, logits)
 
     def _rows(self, pack: Pack) -> PackedRows:
         # Not in prepare: a reference computes on the same pack, with a kernel of its own.
@@ -221,7 +222,16 @@ def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
             quantities["sum_pi_squared"] = stats.sum_pi_squared
         return quantities
     logits = _required(scored.logits)
-    quantities = {"log_probs": token_log_probs(logits, scored.tokens)}
+    if torch.is_grad_enabled():
+        return _of_logits(logits, scored.tokens, settings)
+    # Without a gradient nothing is kept, so the memory beside the logits is that of a chunk.
+    chunks = zip(logits.split(scored.chunk_size), scored.tokens.split(scored.chunk_size), strict=True)  # type: ignore[no-untyped-call]
+    parts = [_of_logits(*chunk, settings) for chunk in chunks]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _of_logits(logits: Tensor, tokens: Tensor, settings: ForwardSettings) -> dict[str, Tensor]:
+    quantities = {"log_probs": token_log_probs(logits, tokens)}
     if settings.calculate_entropy:
         quantities["entropy"] = token_entropy(logits)
     if settings.calculate_sum_pi_squared:

@@ -29,8 +29,8 @@ from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_engine.routing import check_replay, start_record
 from rollcast_engine.transfer import CopyStream
-from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_attention, check_model
+from rollcast_megatron.checkpoint import EngineState
 from rollcast_megatron.export import whole_module
 from rollcast_megatron.inputs import RowLayout
 from rollcast_megatron.layout import Mesh, join_mesh
@@ -158,6 +158,8 @@ class MegatronEngine(TorchEngine):
         self._copies = CopyStream(self.device)
         self.memory = StageMemory(self.runners, self._copies)
         self.can_offload = self.device.type != "cpu"
+        if self.can_offload:
+            self.memory.free_gradients()  # a run generates before it trains
         self._offload()
 
     def _attach_adapter(self, folder: WeightFolder | None) -> None:
@@ -300,7 +302,7 @@ class MegatronEngine(TorchEngine):
             loss_function=loss_function,
             settings=settings,
             head_chunk=self.config.head_chunk_size,
-            device=self.device,
+            copies=self._copies,
             layout=self._row_layout(),
             reference=None if reference is None else reference.stage,
             reference_mode=self._as_base() if reference is self else nullcontext(),
@@ -400,13 +402,13 @@ class MegatronEngine(TorchEngine):
 
         They do not contain the adapter. All ranks must iterate to the end together.
         """
-        with self._weights_on_device():
+        with self.holding_weights():
             complete_weights(self.runners)
             yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters with the adapter merged into them."""
-        with self._weights_on_device():
+        with self.holding_weights():
             parameters = self.get_per_tensor_param()
             yield from parameters if self.adapter is None else self.adapter.merge(parameters, self.stage)
 
@@ -414,7 +416,7 @@ class MegatronEngine(TorchEngine):
         """Return the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
         if self.adapter is None:
             return None
-        with self._weights_on_device():
+        with self.holding_weights():
             return self.adapter.gather_weights(self.stage)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -487,7 +489,7 @@ class MegatronEngine(TorchEngine):
         self.memory.free_gradients()
 
     @contextmanager
-    def _weights_on_device(self) -> Iterator[None]:
+    def holding_weights(self) -> Iterator[None]:
         """Keep the weights on the device during the block, and return them to host memory if they were there."""
         was_freed = not self.memory.has_weights
         self._load(model=was_freed)
@@ -496,40 +498,12 @@ class MegatronEngine(TorchEngine):
         finally:
             self._free(model=was_freed)
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and every rank's RNG under ``path``.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
-        """
-        self.finish_checkpoint(wait=True)
-        with self._weights_on_device():
-            checkpoints.save(path, self._state())
-
-    def start_checkpoint(self, path: Path) -> None:
-        """Copy the state to host memory, and write it from there while training goes on.
-
-        Raises:
-            CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
-        """
-        self.finish_checkpoint(wait=True)
-        with self._weights_on_device():
-            self._pending_save = checkpoints.start_save(path, self._state(), self.checkpoint_group())
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Load a checkpoint of :meth:`save_checkpoint`, on the same or another mesh.
-
-        Raises:
-            CheckpointError: the folder is incomplete, damaged, or belongs to another model; the message names the
-                differences.
-        """
-        with self._weights_on_device():
-            self.schedule_step = checkpoints.load(path, self._state())
+    def on_loaded(self) -> None:
         self._whole = None
 
-    def _state(self) -> checkpoints.EngineState:
+    def checkpoint_state(self) -> EngineState:
         complete_weights(self.runners)
-        return checkpoints.EngineState(
+        return EngineState(
             model_type=self.setup.model_type,
             rank=self.setup.context.rank,
             mesh=self.mesh,
@@ -560,7 +534,7 @@ class MegatronEngine(TorchEngine):
         Raises:
             CheckpointError: the checkpoint is incomplete, damaged, or belongs to another engine or model.
         """
-        summary = read_summary(checkpoint, checkpoints.ENGINE)
+        summary = read_summary(checkpoint, EngineState.engine)
         model_type: ModelType = summary["model_type"]
         described = summary.get("adapter")
         dtype = next(iter(summary["parameters"].values()))[1] if described is None else described["dtype"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rollcast_engine.batching import dummy_micro_batch
 from rollcast_engine.loss import loss_share
+from rollcast_engine.transfer import prefetched
 from rollcast_megatron.heads import HiddenHead, LanguageHead, ValueHead
 from rollcast_megatron.inputs import RowLayout, decoder_inputs
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rollcast_engine.batching import BatchPlan, MicroBatch
     from rollcast_engine.reduce import MetricSums
     from rollcast_engine.routing import RouterTape, RoutingRecord
+    from rollcast_engine.transfer import CopyStream
     from rollcast_megatron.build import Plan
     from rollcast_megatron.inputs import DecoderInputs
     from rollcast_megatron.module import Head, Stage
@@ -44,7 +45,7 @@ class Pass:
         loss_function: loss to compute; None to return per-token quantities only.
         settings: settings of the batch.
         head_chunk: maximum number of positions whose logits exist at a time.
-        device: device of the model.
+        copies: copy stream of the model's device.
         layout: division of a micro-batch's tokens among the ranks that share its rows.
         reference: this stage of the reference model for ``vocabulary_kl``; None without one.
         reference_mode: context manager to run the reference in.
@@ -61,7 +62,7 @@ class Pass:
     loss_function: LossFunction | None
     settings: ForwardSettings
     head_chunk: int
-    device: torch.device
+    copies: CopyStream
     layout: RowLayout
     reference: Stage | None
     reference_mode: AbstractContextManager[None]
@@ -71,15 +72,22 @@ class Pass:
     is_sequence_parallel: bool
     micro_batches: int
 
-    def micro_batch(self, index: int) -> MicroBatch:
-        """Return micro-batch ``index``; beyond the last one, a dummy that does not count."""
-        if index < len(self.plan):
-            return self.plan.micro_batch(index, self.device)
-        return dummy_micro_batch(self.device)
+    def prepare(self, index: int) -> _Prepared:
+        """Return micro-batch ``index`` in host memory, where nothing waits for its values."""
+        micro = self.plan.cut(index)
+        return _Prepared(micro, decoder_inputs(micro, self.layout))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A micro-batch, beyond the last one a dummy that does not count, and the decoder's inputs."""
+
+    micro: MicroBatch
+    inputs: DecoderInputs
 
 
 class _Micros:
-    """The micro-batches of a pass, each prepared once for all chunks that it passes through.
+    """The micro-batches of a pass, each prepared once for all chunks that it passes through, and sent ahead.
 
     Args:
         work: the pass.
@@ -87,17 +95,18 @@ class _Micros:
     """
 
     def __init__(self, work: Pass, chunks: int) -> None:
-        self._work, self._chunks = work, chunks
-        self._ready: dict[int, tuple[MicroBatch, DecoderInputs]] = {}
+        self._count, self._chunks = work.micro_batches, chunks
+        self._prepared = prefetched(work.prepare, work.micro_batches, work.copies)
+        self._ready: dict[int, _Prepared] = {}
 
     def of(self, chunk: int) -> Iterator[tuple[int, MicroBatch, DecoderInputs]]:
         """Yield index, micro-batch and inputs of each micro-batch, as a chunk of the stage takes them."""
-        for index in range(self._work.micro_batches):
+        for index in range(self._count):
             if index not in self._ready:
-                micro = self._work.micro_batch(index)
-                self._ready[index] = micro, decoder_inputs(micro, self._work.layout)
+                self._ready[index] = next(self._prepared)
             is_last = chunk == self._chunks - 1
-            yield (index, *(self._ready.pop(index) if is_last else self._ready[index]))
+            ready = self._ready.pop(index) if is_last else self._ready[index]
+            yield index, ready.micro, ready.inputs
 
 
 def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_only: bool) -> dict[str, Tensor]:
@@ -112,7 +121,9 @@ def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_onl
     Returns:
         The named quantities as outputs of ``work.plan.source``, in host memory, on every stage.
     """
-    outputs = work.plan.source.empty_outputs(names)
+    # On the device until the last micro-batch: a copy to the host would wait for each.
+    empty, device = work.plan.source.empty_outputs(names), work.copies.device
+    outputs = {name: torch.zeros_like(output, device=device) for name, output in empty.items()}
     theirs = _reference_states(work)
 
     def finish(_: int, micro: MicroBatch, quantities: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
@@ -136,10 +147,8 @@ def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_onl
     mesh = work.model_plan.mesh
     if mesh.pipeline_size > 1:
         for name in names:
-            output = outputs[name].to(work.device)
-            dist.broadcast(output, mesh.stage_rank(mesh.pipeline_size - 1), group=mesh.pipeline_group)
-            outputs[name] = output.cpu()
-    return outputs
+            dist.broadcast(outputs[name], mesh.stage_rank(mesh.pipeline_size - 1), group=mesh.pipeline_group)
+    return {name: output.cpu() for name, output in outputs.items()}
 
 
 def _reference_states(work: Pass) -> dict[int, Tensor]:

@@ -5,6 +5,7 @@ Axes: ``n`` positions, ``h`` hidden size, ``v`` words on this rank, ``V`` words 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +61,19 @@ class _HeadQuantities(torch.autograd.Function):
         for start in range(0, hidden.size(0), vocabulary.chunk):
             part = slice(start, start + vocabulary.chunk)
             logits = _logits(hidden[part], words, vocabulary.scale)
+            is_kept = hidden.size(0) <= vocabulary.chunk and any(ctx.needs_input_grad)
+            chunk = logits.clone() if is_kept else None
             results.append(_reduce(logits, targets[part], vocabulary))
-            if hidden.size(0) <= vocabulary.chunk and any(ctx.needs_input_grad):
-                chunk = logits
+            del logits  # or they would stay until the next chunk has its own
         table = torch.cat(results, 1) if results else hidden.new_zeros((4, 0), dtype=torch.float32)
         log_norm, log_probs, entropy, squares = table
         ctx.vocabulary = vocabulary
+        ctx.set_materialize_grads(False)  # None tells, without a look at values, that a quantity is not in the loss
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, squares, chunk)
         return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         hidden, weight, targets, log_norm, entropy, squares, chunk = ctx.saved_tensors
         vocabulary: VocabularySlice = ctx.vocabulary
         words = weight[: vocabulary.words]
@@ -80,11 +83,12 @@ class _HeadQuantities(torch.autograd.Function):
             part = slice(start, start + vocabulary.chunk)
             logits = _logits(hidden[part], words, vocabulary.scale) if chunk is None else chunk
             sums = torch.stack([log_norm[part], entropy[part], squares[part]])
-            stacked = torch.stack([gradient[part] for gradient in gradients])
-            grad = _logits_gradient(logits, targets[part], sums, stacked, vocabulary).to(weight.dtype)
+            chosen = [None if gradient is None else gradient[part] for gradient in gradients]
+            grad = _logits_gradient(logits, targets[part], sums, chosen, vocabulary).to(weight.dtype)
             hidden_grad[part] = grad @ words
             if weight_grad is not None:
                 weight_grad[: vocabulary.words].addmm_(grad.T, hidden[part])
+            del logits, grad
         return hidden_grad, weight_grad, None, None
 
 
@@ -101,33 +105,48 @@ def _own(targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-    """Return log normalizer, log-prob, entropy and sum of squares, float32 ``[4, n]``, over all ranks' words."""
+    """Return log normalizer, log-prob, entropy and sum of squares, float32 ``[4, n]``, over all ranks' words.
+
+    The logits are overwritten.
+    """
     peak = logits.amax(-1)
     if dist.get_world_size(vocabulary.group) > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX, vocabulary.group)
-    shifted = logits - peak.unsqueeze(-1)
+    shifted = logits.sub_(peak.unsqueeze(-1))
     weights = shifted.exp()
     mine, places = _own(targets, vocabulary)
     chosen = shifted.gather(-1, places.unsqueeze(-1)).squeeze(-1).where(mine, 0.0)
-    sums = torch.stack([weights.sum(-1), chosen, torch.linalg.vecdot(weights, shifted), weights.square().sum(-1)])
+    # The squares without a tensor of them, and the products in place of the weights.
+    parts = [weights.sum(-1), chosen, torch.linalg.vector_norm(weights, dim=-1).square()]
+    sums = torch.stack([*parts, weights.mul_(shifted).sum(-1)])
     if dist.get_world_size(vocabulary.group) > 1:
         dist.all_reduce(sums, group=vocabulary.group)
-    total, chosen, mean, squares = sums
+    total, chosen, squares, mean = sums
     log_total = total.log()
     return torch.stack([log_total + peak, chosen - log_total, log_total - mean / total, squares / total.square()])
 
 
 def _logits_gradient(
-    logits: Tensor, targets: Tensor, sums: Tensor, gradient: Tensor, vocabulary: VocabularySlice
+    logits: Tensor, targets: Tensor, sums: Tensor, gradients: Sequence[Tensor | None], vocabulary: VocabularySlice
 ) -> Tensor:
-    """Return the gradient of this rank's unscaled logits, float32 ``[n, v]``."""
+    """Return the gradient of this rank's unscaled logits, float32 ``[n, v]``; the logits are overwritten.
+
+    Args:
+        logits: ``[n, v]``.
+        targets: int64 ``[n]``.
+        sums: log normalizer, entropy and sum of squares, ``[3, n]``.
+        gradients: gradients of log-prob, entropy and sum of squares, ``[n]``; None for one that is not in the loss.
+        vocabulary: the slice of this rank.
+    """
     log_norm, entropy, squares = sums.unsqueeze(-1)
-    of_log_prob, of_entropy, of_squares = gradient.unsqueeze(-1)
-    log_p = logits - log_norm
+    of_log_prob, of_entropy, of_squares = (
+        torch.zeros_like(log_norm) if gradient is None else gradient.unsqueeze(-1) for gradient in gradients
+    )
+    log_p = logits.sub_(log_norm)
     p = log_p.exp()
     # d log p_y = [v = y] - p;  d H = -p (log p + H);  d sum p^2 = 2 p (p - sum p^2)
-    inner = (log_p + entropy).mul_(-of_entropy).sub_(of_log_prob)
-    if bool(of_squares.any()):
+    inner = log_p.add_(entropy).mul_(-of_entropy).sub_(of_log_prob)
+    if gradients[2] is not None:
         inner += 2.0 * of_squares * (p - squares)
     grad = p.mul_(inner)
     mine, places = _own(targets, vocabulary)

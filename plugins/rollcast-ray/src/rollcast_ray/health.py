@@ -36,8 +36,8 @@ class RayCheck(BaseHealthCheck):
         try:
             import ray
         except (ImportError, OSError) as error:
-            mend = "pip install --force-reinstall ray, in the environment of rollcast-ray"
-            yield problem("import", f"Ray cannot be imported: {error}", mend)
+            fix = "pip install --force-reinstall ray, in the environment of rollcast-ray"
+            yield problem("import", f"Ray cannot be imported: {error}", fix)
             return
         yield ok("import", f"Ray {ray.__version__}")
         yield self._folder()
@@ -69,8 +69,8 @@ class RayCheck(BaseHealthCheck):
                 message = f"runtime.object_store_memory={asked} is more than the {free} bytes that {shared} has free"
                 return problem("object store", f"{message}; Ray falls back to a slow disk", f"lower it below {free}")
         if size < _STORE_MINIMUM:
-            mend = "more shared memory (container: --shm-size=16g), or delete what is left in /dev/shm"
-            return problem("object store", f"{message}; Ray needs {_STORE_MINIMUM} bytes", mend)
+            fix = "more shared memory (container: --shm-size=16g), or delete what is left in /dev/shm"
+            return problem("object store", f"{message}; Ray needs {_STORE_MINIMUM} bytes", fix)
         return ok("object store", message)
 
     def _cluster(self, ray: Any, address: str) -> Iterator[Finding]:
@@ -81,12 +81,10 @@ class RayCheck(BaseHealthCheck):
             ray.init(address, log_to_driver=False, configure_logging=False)
         except (OSError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:400]
-            mend = (
-                "ray status at the cluster's head; or unset RAY_ADDRESS and runtime.address for a Ray of this machine"
-            )
+            fix = "ray status at the cluster's head; or unset RAY_ADDRESS and runtime.address for a Ray of this machine"
             if "ersion mismatch" in reason:
-                mend = "install the cluster's versions of Python and Ray here, or this environment on every node"
-            yield problem("cluster", f"the cluster at {address} cannot be joined: {reason}", mend)
+                fix = "install the cluster's versions of Python and Ray here, or this environment on every node"
+            yield problem("cluster", f"the cluster at {address} cannot be joined: {reason}", fix)
             return
         nodes = [node for node in ray.nodes() if node["Alive"]]
         devices = int(ray.cluster_resources().get("GPU", 0))
@@ -106,13 +104,13 @@ class RayCheck(BaseHealthCheck):
         if orphans:
             listed = ", ".join(map(str, orphans))
             numbers = " ".join(map(str, orphans))
-            mend = f"kill {numbers} ends it (ray stop ends every Ray on this machine); RAY_ADDRESS=auto joins it"
-            yield warning("sessions", f"a Ray without a driver runs here (processes {listed}) and holds memory", mend)
+            fix = f"kill {numbers} ends it (ray stop ends every Ray on this machine); RAY_ADDRESS=auto joins it"
+            yield warning("sessions", f"a Ray without a driver runs here (processes {listed}) and holds memory", fix)
         folder = Path(tempfile.gettempdir()) / "ray"
         size = _size_of(folder)
         if size > _MUCH_LOG:
-            mend = f"delete the folders of ended sessions: ls -d {folder}/session_*"
-            yield warning("session files", f"{folder} takes {size / _GIB:.1f} GiB", mend)
+            fix = f"delete the folders of ended sessions: ls -d {folder}/session_*"
+            yield warning("session files", f"{folder} takes {size / _GIB:.1f} GiB", fix)
         elif not orphans:
             yield ok("sessions", "none was left behind")
 

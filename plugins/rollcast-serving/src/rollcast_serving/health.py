@@ -57,8 +57,8 @@ class ReplicaCheck(BaseHealthCheck):
     def _environment(self, setup: HealthSetup, section: str, python: str, name: str) -> Iterator[Finding]:
         key = f"{section}.replica.python"
         if shutil.which(python) is None:
-            mend = f"{key}=PATH of an interpreter, such as DIR/bin/python of a virtual environment"
-            yield problem(key, f"{python} is not an executable file", mend)
+            fix = f"{key}=PATH of an interpreter, such as DIR/bin/python of a virtual environment"
+            yield problem(key, f"{python} is not an executable file", fix)
             return
         owner = rollouts.find(name).distribution
         names = list(dict.fromkeys(["rollcast", "rollcast-serving", *([owner] if owner else [])]))
@@ -74,8 +74,8 @@ class ReplicaCheck(BaseHealthCheck):
             yield Finding(
                 f"{section}: {row['name']}",
                 row["state"],
-                f"{row['found']} (in the environment of {python})",
-                row["mend"],
+                f"{row['message']} (in the environment of {python})",
+                row["fix"],
             )
 
 
@@ -84,15 +84,15 @@ def _compare(key: str, python: str, answer: Mapping[str, Any]) -> Iterator[Findi
     wrong = {name: version for name, version in answer["versions"].items() if version != _version(name)}
     for name, version in wrong.items():
         there = "is not installed" if version is None else f"has version {version}"
-        mend = f"{python} -m pip install '{name}=={_version(name)}'"
-        yield problem(key, f"{name} {there} in the environment of {python}; here it has {_version(name)}", mend)
+        fix = f"{python} -m pip install '{name}=={_version(name)}'"
+        yield problem(key, f"{name} {there} in the environment of {python}; here it has {_version(name)}", fix)
     if "error" in answer:
-        mend = f"{python} -m pip check, then reinstall what it names"
-        yield problem(key, f"the checks of the rollout do not run in {python}: {answer['error']}", mend)
+        fix = f"{python} -m pip check, then reinstall what it names"
+        yield problem(key, f"the checks of the rollout do not run in {python}: {answer['error']}", fix)
     here = platform.python_version()
     if answer["python"].rpartition(".")[0] != here.rpartition(".")[0]:
-        mend = f"make the environment with Python {here.rpartition('.')[0]}, unless the engine has no release for it"
-        yield warning(key, f"{python} is Python {answer['python']}; here it is {here}", mend)
+        fix = f"make the environment with Python {here.rpartition('.')[0]}, unless the engine has no release for it"
+        yield warning(key, f"{python} is Python {answer['python']}; here it is {here}", fix)
     elif not wrong:
         yield ok(key, f"{python}: Python {answer['python']}, the same rollcast as here")
 

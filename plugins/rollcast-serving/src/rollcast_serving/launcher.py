@@ -12,19 +12,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.rollout import EngineNode
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import RolloutError
+from rollcast_serving.contracts.weight_sync import WeightSyncCapabilities
 from rollcast_serving.lifeline import Meeting
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.wire import decode_error
 
-__all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec", "find_cause"]
+__all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec", "find_cause", "served_by"]
 
 _STOP_GRACE_S = 10.0
 _LOG_LINES = 20
@@ -86,6 +88,7 @@ class ReplicaAddress:
         openai_port: port of the OpenAI-compatible server, on the node's loopback.
         token: secret that callers must send.
         generation: number of earlier starts.
+        device: id of its first accelerator; empty without one.
     """
 
     index: int
@@ -95,11 +98,30 @@ class ReplicaAddress:
     openai_port: int
     token: str = field(repr=False)
     generation: int = 0
+    device: str = ""
 
     @property
     def url(self) -> str:
         """URL of the server for the run."""
         return f"http://{self.host}:{self.port}"
+
+
+def served_by(
+    place: WorkerContext, capabilities: WeightSyncCapabilities, replicas: Sequence[ReplicaAddress]
+) -> list[ReplicaAddress]:
+    """Return the replicas to which a rank of the engine sends its weights; each has one such rank at most.
+
+    Args:
+        place: the rank's place.
+        capabilities: capabilities of the weight sync.
+        replicas: all that need the weights.
+    """
+    if not capabilities.same_node:
+        return list(replicas) if place.rank == 0 else []
+    here = [replica for replica in replicas if replica.node == place.node]
+    if capabilities.shared_devices:
+        return [replica for replica in here if replica.device == place.device_id]
+    return here if place.local_rank == 0 else []
 
 
 class ReplicaProcess:

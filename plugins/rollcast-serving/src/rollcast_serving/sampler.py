@@ -235,8 +235,21 @@ class ReplicaSampler(Sampler):
     def _deliver(
         self, version: int, addresses: Sequence[ReplicaAddress], whole: bool = False
     ) -> Mapping[int, RolloutError]:
-        """Send the weights to replicas once; return the errors of those that failed, by number."""
+        """Send the weights to replicas once; return the errors of those that failed, by number.
+
+        Raises:
+            WeightSyncError: no rank of the actor is where it could send to one of them.
+        """
         by_rank: list[SyncOutcome] = self._group.update_weights(version, list(addresses), whole)
+        served = frozenset().union(*(outcome.served for outcome in by_rank))
+        for address in addresses:
+            if address.index not in served:
+                device = f", device {address.device}" if address.device else ""
+                raise WeightSyncError(
+                    f"replica {address.index} on node {address.node}{device} gets no weights: this weight sync stays "
+                    "within a node (cuda_ipc within a device), and no rank of the actor is there; place actor and "
+                    "rollout alike (placement.pools, placement.mapping), or choose rollout.weight_sync=disk"
+                )
         senders = [outcome.metrics for outcome in by_rank if outcome.metrics]
         if senders:
             seconds = max(metrics["sync/seconds"] for metrics in senders)

@@ -161,7 +161,7 @@ class ReplicaWorker(Worker):
         if meeting is not None:
             engine_node = EngineNode(number, len(starts), hosts[node], meeting.address, meeting.port)
         self._process = ReplicaProcess(spec, index, node, self._generation, engine_node, meeting, listener)
-        address = self._process.wait_ready()
+        address = replace(self._process.wait_ready(), device=self.context.device_id)
         self._address = address if number == 0 else None
 
     @register(dispatch_mode="one_to_all")

@@ -55,6 +55,10 @@ def server_environment(setup: RolloutSetup, base: Mapping[str, str], gpu: bool) 
     }
     if setup.node.nodes > 1:
         wanted["SGLANG_HOST_IP"] = setup.node.host
+    if gpu:
+        # SGLang would set 0, and NCCL connects only processes that map memory alike. -2 is NCCL's own default, which
+        # the trainer has unless the user sets the variable for both.
+        wanted["NCCL_CUMEM_ENABLE"] = "-2"
     ranks = setup.config.tensor_model_parallel_size
     if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound

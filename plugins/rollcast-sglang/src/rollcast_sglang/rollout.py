@@ -110,7 +110,6 @@ class SglangRollout(BaseRollout):
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
         modes=frozenset(RolloutMode),
         abort=True,
-        prefix_caching=True,
         lora=True,
         tensor_parallel=True,
         multi_node=True,

@@ -58,7 +58,7 @@ class HealthCheckSuite:
             assert time.monotonic() - start < check.timeout_s
             for finding in findings:
                 assert isinstance(finding, Finding)
-                for text in (finding.name, finding.found, finding.mend):
+                for text in (finding.name, finding.message, finding.fix):
                     assert "\n" not in text, f"the finding {finding.name!r} has a line break in {text!r}"
 
     def test_it_leaves_nothing_behind(
@@ -78,4 +78,4 @@ class HealthCheckSuite:
         for config, name in self.faults:
             problems = [finding for finding in check.run(HealthSetup(config)) if finding.state != "ok"]
             assert name in [finding.name for finding in problems], f"{config} gave {problems}"
-            assert all(finding.mend for finding in problems)
+            assert all(finding.fix for finding in problems)

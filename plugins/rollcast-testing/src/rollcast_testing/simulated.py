@@ -7,7 +7,7 @@ Example::
         future = group.compute.remote(batch)
         group.consume(future)
         assert cluster.traffic.between_nodes < budget
-        cluster.kill_rank(group, 17)          # the next call raises WorkerError; group.restart() mends it
+        cluster.kill_rank(group, 17)          # the next call raises WorkerError; group.restart() fixes it
         print(cluster.now)                    # seconds of the simulated clock
 
 Every rank is an object whose calls run one after the other in the caller's thread, in the order in which they were

@@ -156,8 +156,8 @@ class PpoActorConfig(ActorConfig):
     skip_zero_advantage: bool = True
     """Leave out of the update rows whose advantage is zero at every token. The gradient is unchanged, since the
     denominators still count them; metrics of the policy loss (`actor/kl`, `actor/clip_fraction`) become means
-    over the remaining rows. No effect if the loss contains entropy or KL, or if the policy loss has a gradient at
-    zero advantage.
+    over the remaining rows. No effect if the loss contains entropy or KL, or if the policy loss does not
+    declare that it scales with the advantage.
     """
 
 

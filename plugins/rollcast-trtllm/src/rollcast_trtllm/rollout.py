@@ -87,7 +87,6 @@ class TrtllmRollout(BaseRollout):
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
         modes=frozenset(RolloutMode),
         abort=True,
-        prefix_caching=True,
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,

@@ -94,7 +94,6 @@ class VllmRollout(BaseRollout):
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
         modes=frozenset(RolloutMode),
         abort=True,
-        prefix_caching=True,
         lora=True,
         tensor_parallel=True,
         pipeline_parallel=True,

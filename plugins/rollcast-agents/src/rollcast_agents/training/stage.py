@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from rollcast.contracts.rollout import MULTI_MODAL_DATA, ROUTED_EXPERTS, SamplingParams
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.host import HostSetup, check_names
@@ -22,17 +22,22 @@ from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_
 from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_trainer.batch.columns import GENERATED, PROMPT
-from rollcast_trainer.run.background_rollouts import (
+from rollcast_trainer.api import (
+    GENERATED,
+    PROMPT,
     BackgroundRollouts,
     PromptGroup,
+    Role,
+    RoleSetup,
+    Run,
+    RunSettings,
+    TrainingStage,
     age_metrics,
     numbered,
     refuse_without_replicas,
+    rollout_log_probs_serve,
+    routes_of,
 )
-from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.stages.policy_gap import rollout_log_probs_serve, routes_of
-from rollcast_trainer.workers.roles import Role
 
 __all__ = ["AgentGenerator", "AgentRollout", "SaveTrajectories"]
 
@@ -52,7 +57,7 @@ class AgentGenerator:
         role: role of the workers.
     """
 
-    def __init__(self, run: TrainingRun, role: str) -> None:
+    def __init__(self, run: Run, role: str) -> None:
         self._run, self._role = run, role
         self._manager: AgentLoopManager | None = None
         self._named = (0, 0)
@@ -83,11 +88,13 @@ class AgentGenerator:
         self._named = (run.step, number + 1 if step == run.step else 0)
         name = "{}.{}".format(*self._named)
         with run.timeline.replicas_busy("generate"):
-            return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+            return self.manager.roll_out(
+                prompts, run.seeds.draw(len(prompts)), sampling, name, run.settings.trainer.seed
+            )
 
     def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
         """Run the rollouts of one prompt; thread-safe."""
-        seed = self._run.task.trainer.seed
+        seed = self._run.settings.trainer.seed
         manager = self._build_manager(is_owner=False)
         with self._run.timeline.replicas_busy("generate"):
             return manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
@@ -107,54 +114,54 @@ class AgentGenerator:
         return records
 
 
-class AgentRollout(Stage):
+class AgentRollout(TrainingStage):
     """Stage that runs ``rollout.n`` agent rollouts per prompt; rows of a prompt share a ``uid`` (int64 ``[B]``).
 
     A rollout has one row per trajectory; these rows share a ``rollout_index`` (int64 ``[B]``).
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "generate"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        config: AgentConfig = run.section("agent", AgentConfig)
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        config: AgentConfig = settings.section("agent", AgentConfig)
         if config.loop is None:
             return None
         check_names(config)
-        refuse_without_replicas(run)
-        serves = rollout_log_probs_serve(run)
-        routes = [ROUTED_EXPERTS] if routes_of(run) == "rollout" else []
-        checks = serves and run.task.actor.log_prob_check_rows > 0
+        refuse_without_replicas(settings)
+        serves = rollout_log_probs_serve(settings)
+        routes = [ROUTED_EXPERTS] if routes_of(settings) == "rollout" else []
+        checks = serves and settings.actor.log_prob_check_rows > 0
         saves = config.save_trajectories > 0
         return StageSpec(
             reads=(*PROMPT, "raw_prompt"),
             writes=(*GENERATED, *_NEW, *(["old_log_probs"] if serves else []), *routes),
-            roles=(Role.ACTOR_ROLLOUT, _role_of(run)),
+            roles=(Role.ACTOR_ROLLOUT, _role_of(settings)),
             brings=(*(["log_prob_check"] if checks else []), *(["save_trajectories"] if saves else [])),
             replaces=("rollout",),
             is_recorded=True,
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._config: AgentConfig = run.section("agent", AgentConfig)
-        self._role = _role_of(run)
-        self._serves = rollout_log_probs_serve(run)
+        self._role = _role_of(run.settings)
+        self._serves = rollout_log_probs_serve(run.settings)
         self._generator = AgentGenerator(run, self._role)
         run.generator = self._generator
-        self._background = BackgroundRollouts(run, self._roll_out) if run.max_staleness else None
+        self._background = BackgroundRollouts(run, self._roll_out) if run.settings.max_staleness else None
         # One thread per group in flight, which waits for the group's workers.
-        threads = (run.max_staleness + 1) * run.task.data.train_batch_size
+        threads = (run.settings.max_staleness + 1) * run.settings.data.train_batch_size
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollcast-agents")
 
-    def configure(self, role: str, setup: Any) -> Any:
-        if role != self._role:
-            return setup
-        data = self.run.task.data
-        longest = data.max_prompt_length + data.max_response_length
-        host = HostSetup(self._config, setup.model.path, longest, setup.model.trust_remote_code)
-        return AgentWorkerSetup(host, self.run.task.served.routing() if self._role == AGENT_LOOP else None)
+    def needs(self) -> Sequence[RoleSetup]:
+        settings = self.run.settings
+        data, model = settings.data, settings.model
+        host = HostSetup(
+            self._config, model.path, data.max_prompt_length + data.max_response_length, model.trust_remote_code
+        )
+        routing = settings.served.routing() if self._role == AGENT_LOOP else None
+        return [RoleSetup(self._role, AgentWorkerSetup(host, routing))]
 
     def __call__(self, batch: DataProto) -> DataProto:
         if MULTI_MODAL_DATA in batch:
@@ -166,7 +173,7 @@ class AgentRollout(Stage):
         run = self.run
         if self._background is None:
             prompts = batch.with_columns({"uid": torch.arange(len(batch))})
-            rollouts = self._generator.roll_out(prompts.repeat(run.task.rollout.n, interleave=True), run.sampling())
+            rollouts = self._generator.roll_out(prompts.repeat(run.settings.rollout.n, interleave=True), run.sampling())
         else:
             rollouts = _together([group.result for group in self._background.take()])
             run.record(age_metrics(rollouts.batch, run.step - 1))
@@ -187,7 +194,7 @@ class AgentRollout(Stage):
                 **agent_metrics(rollouts.trajectories),
             }
         )
-        run.emit_batch("on_batch_after_rollout", generated)
+        run.emit_batch(run.hook.on_batch_after_rollout, generated)
         return generated
 
     async def _roll_out(self, group: PromptGroup) -> Rollouts:
@@ -227,14 +234,12 @@ def _together(parts: Sequence[Rollouts]) -> Rollouts:
     return Rollouts(batch, [trajectory for part in parts for trajectory in part.trajectories], sources)
 
 
-class SaveTrajectories(Stage):
+class SaveTrajectories(TrainingStage):
     """Stage that saves the step's trajectories with their scores to a file; see :mod:`rollcast_agents.records`."""
 
-    run: TrainingRun
-
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        config: AgentConfig = run.section("agent", AgentConfig)
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        config: AgentConfig = settings.section("agent", AgentConfig)
         if config.loop is None or config.save_trajectories < 1:
             return None
         return StageSpec(
@@ -243,7 +248,7 @@ class SaveTrajectories(Stage):
             is_recorded=True,
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._config: AgentConfig = run.section("agent", AgentConfig)
 
@@ -256,13 +261,13 @@ class SaveTrajectories(Stage):
         records = generator.take()
         if self.run.step % self._config.save_trajectories == 0:
             scores = _scores(batch)
-            path = record_path(self.run.task.run_dir, self.run.step)
+            path = record_path(self.run.settings.run_dir, self.run.step)
             save_records(path, (self._finished(record, scores) for record in records))
         return batch
 
     def _finished(self, record: Record, scores: Mapping[str, float]) -> Record:
         """Return the record with its score and the text of each segment."""
-        texts = decode_segments(record.trajectory, self.run.task.tokenizer)
+        texts = decode_segments(record.trajectory, self.run.settings.tokenizer)
         return replace(record, score=scores.get(record.trajectory.rollout_id), texts=texts)
 
 
@@ -275,18 +280,18 @@ def _scores(batch: DataProto) -> dict[str, float]:
     return totals
 
 
-def _role_of(run: TrainingRun) -> str:
+def _role_of(settings: RunSettings) -> str:
     """Return the role of the workers that run the loops.
 
     Raises:
         ConfigError: loops must run in the actor's processes, but are placed elsewhere.
     """
-    if run.task.uses_replicas:
+    if settings.uses_replicas:
         return AGENT_LOOP
-    if run.task.has_own_pool(IN_PROCESS):
+    if settings.has_own_pool(IN_PROCESS):
         raise ConfigError(
             f"placement.mapping.{IN_PROCESS} is another pool than the actor's, but rollout.name="
-            f"{run.task.rollout.name} with rollout.weight_sync={run.task.rollout.weight_sync} generates in the actor's "
+            f"{settings.rollout.name} with rollout.weight_sync={settings.rollout.weight_sync} generates in the actor's "
             f"processes, and its agents run in them too; remove {IN_PROCESS} from placement.mapping"
         )
     return IN_PROCESS

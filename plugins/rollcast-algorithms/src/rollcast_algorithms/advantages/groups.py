@@ -3,7 +3,7 @@
 In all of them, ``s_i`` is the sum of row i's rewards under the mask, the advantage is equal at all tokens of the row,
 and ``returns = advantages``. A row without tokens counts with the score 0 in its group's mean. Inputs: rewards and mask
 ``[B, T]``, ``group_ids`` int64 ``[B]``. Outputs: float32 ``[B, T]``, zero where the mask is zero. All raise ValueError
-for shapes that do not match and for unknown options.
+for shapes that do not match.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import REWARD_COMPONENT, AdvantageInputs, AdvantageOutputs, advantage
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import Rows, whiten_rows
 
 __all__ = [
@@ -35,7 +34,10 @@ GRPO_EPSILON = 1e-6
 """Added to the group's standard deviation; verl's value."""
 
 
-@advantage(compares_samples=True, by_group=True)
+_GDPO = {"gdpo_reward_keys": None, "gdpo_reward_weights": None}
+
+
+@advantage(compares_samples=True, by_group=True, options={"scale_rewards"})
 def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute GRPO's group-relative advantages of an outcome score; without std, Dr. GRPO's.
 
@@ -56,7 +58,7 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     Raises:
         ValueError: ``scale_rewards`` is neither.
     """
-    scale = read_options("grpo", inputs.options, {"scale_rewards": "group"})["scale_rewards"]
+    scale = {"scale_rewards": "group", **inputs.options}["scale_rewards"]
     if scale not in ("group", "batch"):
         raise ValueError(
             f"algorithm.adv_kwargs.scale_rewards is {scale!r}; valid: group, batch. For no division, set "
@@ -84,7 +86,6 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     Source: Tang et al. 2025, Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning, arXiv:2503.19595.
     """
-    read_options("grpo_passk", inputs.options, {})
     rows = Rows(inputs)
     groups, scores = inputs.group_ids, rows.scores
     # After sorting by score within each group, the last two rows of a group are its second best and its best.
@@ -100,7 +101,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.zeros_like(scores).index_copy(0, best, lead))
 
 
-@advantage(needs={REWARD_COMPONENT}, compares_samples=True, by_group=True, whitens=True)
+@advantage(needs={REWARD_COMPONENT}, compares_samples=True, by_group=True, whitens=True, options=_GDPO)
 def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute GDPO advantages: normalise each reward component within its group, sum, and whiten over the tokens.
 
@@ -123,7 +124,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         ColumnError: there are no reward components.
         ValueError: a key is not among the components, or the numbers of keys and weights differ.
     """
-    options = read_options("gdpo", inputs.options, {"gdpo_reward_keys": None, "gdpo_reward_weights": None})
+    options = {**_GDPO, **inputs.options}
     rows = Rows(inputs)
     total = torch.zeros_like(rows.scores)
     components = inputs.reward_components
@@ -148,7 +149,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262.
     """
-    read_options("reinforce_plus_plus_baseline", inputs.options, {})
     rows = Rows(inputs)
     centred = _centred(rows.scores, inputs)
     return rows.spread(whiten_rows(centred, rows.lengths()) if inputs.whiten else centred)
@@ -166,7 +166,6 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740.
     """
-    read_options("rloo", inputs.options, {})
     rows = Rows(inputs)
     sizes = inputs.group_sizes()
     return rows.spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0))
@@ -184,14 +183,13 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
     """
-    read_options("opo", inputs.options, {})
     rows = Rows(inputs)
     lengths = rows.lengths().double()
     baseline = inputs.group_mean(rows.scores * lengths) / inputs.group_mean(lengths).clamp(min=1e-12)
     return rows.spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline))
 
 
-@advantage(compares_samples=True, by_group=True)
+@advantage(compares_samples=True, by_group=True, options={"f_norm"})
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute GPG (group policy gradient) advantages: centred scores, scaled up to compensate for zero scores.
 
@@ -205,7 +203,7 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Chu et al. 2025, GPG, arXiv:2504.02546.
     """
-    options = read_options("gpg", inputs.options, {"f_norm": 1.0})
+    options = {"f_norm": 1.0, **inputs.options}
     rows = Rows(inputs)
     scores = rows.scores if inputs.batch_scores is None else inputs.batch_scores
     scale = len(scores) / scores.count_nonzero().clamp(min=1)

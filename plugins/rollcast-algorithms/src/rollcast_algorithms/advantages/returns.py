@@ -7,7 +7,6 @@ from torch.nn.functional import pad
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import discounted_suffix_sums, suffix_sums, whiten
 
 __all__ = ["gae", "reinforce_plus_plus", "remax"]
@@ -40,7 +39,6 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
         ColumnError: there are no ``values``.
         ValueError: the shapes do not fit together.
     """
-    read_options("gae", inputs.options, {})
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).float()
     values = masked("values", inputs.values, chosen).float()
@@ -76,7 +74,6 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     Raises:
         ValueError: the shapes do not fit together.
     """
-    read_options("reinforce_plus_plus", inputs.options, {})
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).float()
     if inputs.gamma == 1.0:
@@ -110,7 +107,6 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
         ColumnError: there are no ``reward_baselines``.
         ValueError: the shapes do not fit together.
     """
-    read_options("remax", inputs.options, {})
     baselines, chosen = inputs.reward_baselines, inputs.response_mask != 0
     if baselines.shape != chosen.shape[:1]:
         raise ValueError(f"reward_baselines is {list(baselines.shape)}, but there are {len(chosen)} rows")

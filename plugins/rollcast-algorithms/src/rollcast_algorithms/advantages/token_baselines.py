@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import suffix_sums
 
 __all__ = ["OTB_EPSILON", "optimal_token_baseline", "tir_optimal_token_baseline"]
@@ -20,9 +19,10 @@ __all__ = ["OTB_EPSILON", "optimal_token_baseline", "tir_optimal_token_baseline"
 OTB_EPSILON = 1e-8
 """Added to the sum of weights; verl's value."""
 _NEEDS = ("old_log_probs", "sum_pi_squared")
+_OPTIONS = {"handle_zero_tail": True}
 
 
-@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True, options=_OPTIONS)
 def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute advantages with the optimal token baseline, by column; for single-turn responses.
 
@@ -57,7 +57,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
 
 
-@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True, options=_OPTIONS)
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute advantages with the optimal token baseline, by index of the policy's tokens; for multi-turn responses.
 
@@ -93,7 +93,7 @@ def _returns_and_weights(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tenso
 
 def _baselines(returns: Tensor, weights: Tensor, chosen: Tensor, inputs: AdvantageInputs) -> Tensor:
     """Return each group's weighted mean in each column, ``[B, T]``."""
-    options = read_options("an optimal token baseline", inputs.options, {"handle_zero_tail": True})
+    options = {**_OPTIONS, **inputs.options}
     groups = inputs.group_ids
     if groups.shape != chosen.shape[:1]:
         raise ValueError(f"group_ids is {list(groups.shape)}, but there are {len(chosen)} rows")

@@ -2,7 +2,7 @@
 
 Both read the column ``turn_ids`` ``[B, T]``; a turn's reward is the sum of the rewards of its tokens. Inputs:
 rewards and mask ``[B, T]``. Outputs: float32 ``[B, T]``, zero where the mask is zero. Both raise ColumnError for a
-missing column, and ValueError for shapes that do not match and for unknown options.
+missing column, and ValueError for shapes that do not match.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import discounted_suffix_sums, whiten
 from rollcast_algorithms._turns import Turns
 from rollcast_algorithms.advantages.groups import GRPO_EPSILON, group_normalised
@@ -37,7 +36,6 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Schulman et al. 2016, arXiv:1506.02438, with turns for actions.
     """
-    read_options("gae_turn", inputs.options, {})
     chosen = inputs.response_mask != 0
     turns = Turns(chosen, inputs.column("turn_ids"))
     rewards = turns.pad(turns.sums(masked("token_level_rewards", inputs.token_level_rewards, chosen).detach()))
@@ -48,7 +46,7 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(whiten(raw, chosen) if inputs.whiten else raw, returns)
 
 
-@advantage(needs={"turn_ids", "anchor_ids"}, compares_samples=True, by_group=True)
+@advantage(needs={"turn_ids", "anchor_ids"}, compares_samples=True, by_group=True, options={"step_advantage_w"})
 def gigpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Compute GiGPO advantages, which compare rollouts within their group and turns that start from the same state.
 
@@ -68,7 +66,7 @@ def gigpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training, arXiv:2505.10978.
     """
-    weight = float(read_options("gigpo", inputs.options, {"step_advantage_w": 1.0})["step_advantage_w"])
+    weight = float({"step_advantage_w": 1.0, **inputs.options}["step_advantage_w"])
     chosen = inputs.response_mask != 0
     anchors = inputs.column("anchor_ids")
     if anchors.shape != chosen.shape:

@@ -2,15 +2,14 @@
 
 Inputs of all losses are ``[B, T]``; losses and metrics are float32 ``[B, T]``, zero where the mask is zero. The ratio
 of a token or a row is clamped to ``exp(±20)``; where it is clamped, its gradient is zero. All losses raise ValueError
-for shapes that do not match, an invalid clip range or an unknown option.
+for shapes that do not match or an invalid clip range.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
-from rollcast_algorithms._options import read_options
+from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
 from rollcast_algorithms.policy_losses._tokens import read_tokens, row_mean
 
 __all__ = ["MAX_SEQUENCE_LOG_RATIO", "cispo", "geo_mean", "gspo", "sapo", "vanilla"]
@@ -19,6 +18,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 """Upper bound to which GSPO's log-ratios are clamped; verl's value."""
 
 
+@policy_loss(scales_with_advantage=True)
 def vanilla(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute PPO's clipped surrogate with clip-higher and dual clip.
 
@@ -47,7 +47,6 @@ def vanilla(inputs: PolicyLossInputs) -> PolicyLossOutput:
         ValueError: ``clip_ratio_c`` is not above 1, a clip ratio is negative, or shapes differ.
     """
     low, high, dual = _clip_range(inputs)
-    read_options("vanilla", inputs.options, {})
     if not dual > 1.0:
         raise ValueError(f"clip_ratio_c must be greater than 1, got {dual}")
     tokens = read_tokens(inputs)
@@ -66,6 +65,7 @@ def vanilla(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(losses, metrics)
 
 
+@policy_loss(scales_with_advantage=True)
 def gspo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute GSPO's loss: PPO's clip with sequence-level ratios.
 
@@ -83,7 +83,6 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Source: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071.
     """
     low, high, _ = _clip_range(inputs)
-    read_options("gspo", inputs.options, {})
     tokens = read_tokens(inputs)
     shared = row_mean(tokens.raw_log_ratio.detach(), tokens)
     ratio = (tokens.log_probs - tokens.log_probs.detach() + shared).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
@@ -93,6 +92,7 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(torch.maximum(surrogate, bounded), metrics)
 
 
+@policy_loss(scales_with_advantage=True)
 def geo_mean(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute GMPO's loss, with one ratio per row, the geometric mean of its tokens' clipped ratios.
 
@@ -110,7 +110,6 @@ def geo_mean(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Source: Zhao et al. 2025, Geometric-Mean Policy Optimization, arXiv:2507.20673.
     """
     low, high, _ = _clip_range(inputs)
-    read_options("geo_mean", inputs.options, {})
     tokens = read_tokens(inputs)
     sign, d = tokens.advantages.sign(), tokens.log_ratio
     inside = d.clamp(-low, high)
@@ -125,6 +124,7 @@ def geo_mean(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(losses, metrics)
 
 
+@policy_loss(scales_with_advantage=True)
 def cispo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute CISPO's loss: the policy gradient with clipped importance weights, so that no token loses its gradient.
 
@@ -137,7 +137,6 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585.
     """
     low, high, _ = _clip_range(inputs)
-    read_options("cispo", inputs.options, {})
     tokens = read_tokens(inputs)
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
@@ -145,6 +144,7 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(-weight * tokens.advantages * tokens.log_probs, metrics)
 
 
+@policy_loss(scales_with_advantage=True, options={"tau_pos", "tau_neg"})
 def sapo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute SAPO's loss, with a soft gate instead of the clip.
 
@@ -162,7 +162,7 @@ def sapo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Raises:
         ValueError: a τ is not above 0.
     """
-    options = read_options("sapo", inputs.options, {"tau_pos": 1.0, "tau_neg": 1.05})
+    options = {"tau_pos": 1.0, "tau_neg": 1.05, **inputs.options}
     positive, negative = float(options["tau_pos"]), float(options["tau_neg"])
     if not (positive > 0 and negative > 0):
         raise ValueError(f"tau_pos and tau_neg must be greater than 0, got {positive} and {negative}")

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms.policy_losses._tokens import Tokens, read_tokens
 
 __all__ = ["clip_cov", "kl_cov", "prepare_clip_cov", "prepare_kl_cov"]
@@ -37,7 +36,7 @@ def prepare_clip_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     them, ``clip_cov_ratio`` of the number of all tokens (at least one) is drawn, by a hash of the token's numbers: the
     draw does not depend on the position of the row, and differs between steps.
     """
-    options = read_options("clip_cov", inputs.options, _CLIP_COV)
+    options = {**_CLIP_COV, **inputs.options}
     _check_share("clip_cov_ratio", options["clip_cov_ratio"])
     tokens = read_tokens(inputs)
     covariance = _covariance(tokens)
@@ -50,7 +49,7 @@ def prepare_clip_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     return {"dropped": (_largest(draw, count) & eligible).to(torch.float32)}
 
 
-@policy_loss(prepare=prepare_clip_cov)
+@policy_loss(prepare=prepare_clip_cov, scales_with_advantage=True, options=_CLIP_COV)
 def clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute PPO's clipped surrogate without a few tokens of high covariance (Clip-Cov).
 
@@ -61,7 +60,6 @@ def clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Options: ``clip_cov_ratio`` (0.0002), ``clip_cov_lb`` (1.0), ``clip_cov_ub`` (5.0), see
     :func:`prepare_clip_cov`. Metrics: ``clip_fraction`` (dropped), ``kl``.
     """
-    read_options("clip_cov", inputs.options, _CLIP_COV)
     tokens = read_tokens(inputs)
     dropped = _prepared("clip_cov", "dropped", inputs, tokens)
     losses, _ = _ppo(inputs, tokens)
@@ -72,7 +70,7 @@ def clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 def prepare_kl_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     """Compute the column ``penalised``, 1 at the fraction ``kl_cov_ratio`` of tokens with the largest covariance."""
-    options = read_options("kl_cov", inputs.options, _KL_COV)
+    options = {**_KL_COV, **inputs.options}
     _check_share("kl_cov_ratio", options["kl_cov_ratio"])
     tokens = read_tokens(inputs)
     count = max(int(options["kl_cov_ratio"] * int(tokens.chosen.sum())), 1)
@@ -80,7 +78,7 @@ def prepare_kl_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     return {"penalised": (_largest(covariance, count) & tokens.chosen).to(torch.float32)}
 
 
-@policy_loss(prepare=prepare_kl_cov)
+@policy_loss(prepare=prepare_kl_cov, options=_KL_COV)
 def kl_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the importance-weighted policy gradient with a KL penalty on a few tokens (KL-Cov).
 
@@ -91,7 +89,7 @@ def kl_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Options: ``kl_cov_ratio`` (0.0002), ``ppo_kl_coef`` (0.1), see :func:`prepare_kl_cov`. Metrics:
     ``kl_penalised`` (tokens with the penalty), ``kl_abs`` (``|log π - log π_old|``).
     """
-    options = read_options("kl_cov", inputs.options, _KL_COV)
+    options = {**_KL_COV, **inputs.options}
     tokens = read_tokens(inputs)
     penalised = _prepared("kl_cov", "penalised", inputs, tokens)
     distance = tokens.raw_log_ratio.abs()

@@ -11,7 +11,6 @@ import torch
 
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms._options import read_options
 from rollcast_algorithms.policy_losses._tokens import MAX_LOG_RATIO, Tokens, read_tokens
 
 __all__ = ["DPPO_EPSILON", "VESPO_MIN_WEIGHT", "dppo_kl", "dppo_tv", "dro", "gpg", "icepop", "topr", "vespo"]
@@ -22,7 +21,10 @@ DPPO_EPSILON = 1e-8
 VESPO_MIN_WEIGHT = 1e-8
 """Lower bound of a row's importance weight in VESPO; TRL's value."""
 
+_VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
+
+@policy_loss(scales_with_advantage=True)
 def gpg(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the plain policy gradient (GPG), which ignores the old log-probs.
 
@@ -32,11 +34,11 @@ def gpg(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
     Source: Chu et al. 2025, GPG, arXiv:2504.02546.
     """
-    read_options("gpg", inputs.options, {})
     tokens = read_tokens(inputs)
     return PolicyLossOutput(-tokens.log_probs * tokens.advantages)
 
 
+@policy_loss(options={"dro_beta"})
 def dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the policy gradient with a quadratic penalty on the log-ratio (DRO).
 
@@ -52,7 +54,7 @@ def dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Raises:
         ValueError: there is no ``dro_beta``, or it is not above 0.
     """
-    beta = read_options("dro", inputs.options, {"dro_beta": None})["dro_beta"]
+    beta = {"dro_beta": None, **inputs.options}["dro_beta"]
     if beta is None or not beta > 0:
         raise ValueError(f"dro needs dro_beta, a number above 0, got {beta}; set actor.policy_loss_kwargs.dro_beta")
     tokens = read_tokens(inputs)
@@ -60,6 +62,7 @@ def dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(losses, {"kl": tokens.kl})
 
 
+@policy_loss(scales_with_advantage=True)
 def topr(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute TOPR (tapered off-policy REINFORCE), which truncates the importance weights of bad responses only.
 
@@ -75,7 +78,6 @@ def topr(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
     Source: Le Roux et al. 2025, Tapered Off-Policy REINFORCE, arXiv:2503.14286.
     """
-    read_options("topr", inputs.options, {})
     tokens = read_tokens(inputs)
     total = tokens.raw_log_ratio.detach().sum(-1, keepdim=True)
     bad = tokens.advantages < 0
@@ -84,6 +86,7 @@ def topr(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(-weight * tokens.advantages * tokens.log_probs, metrics)
 
 
+@policy_loss(scales_with_advantage=True)
 def dppo_tv(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the policy gradient inside a total-variation trust region (DPPO, binary TV).
 
@@ -100,13 +103,13 @@ def dppo_tv(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
     Source: Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879.
     """
-    read_options("dppo_tv", inputs.options, {})
     tokens = read_tokens(inputs)
     change = _probability(tokens.log_probs.detach()) - _probability(tokens.old_log_probs)
     keep = torch.where(tokens.advantages > 0, change <= inputs.clip_ratio_high, change >= -inputs.clip_ratio_low)
     return _truncated(inputs, tokens, keep)
 
 
+@policy_loss(scales_with_advantage=True)
 def dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the policy gradient inside a KL trust region (DPPO, binary KL).
 
@@ -122,7 +125,6 @@ def dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
     Metrics and source: see :func:`dppo_tv`.
     """
-    read_options("dppo_kl", inputs.options, {})
     tokens = read_tokens(inputs)
     new, old = _probability(tokens.log_probs.detach()), _probability(tokens.old_log_probs)
     others = ((1.0 - old + DPPO_EPSILON) / (1.0 - new + DPPO_EPSILON)).log()
@@ -135,6 +137,7 @@ def dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return _truncated(inputs, tokens, keep)
 
 
+@policy_loss(scales_with_advantage=True, options={"threshold_lower", "threshold"})
 def icepop(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute the policy gradient with importance weights that are zero outside two bounds (IcePop).
 
@@ -154,7 +157,7 @@ def icepop(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Raises:
         ValueError: the bounds are not positive and in order.
     """
-    options = read_options("icepop", inputs.options, {"threshold_lower": 0.5, "threshold": 5.0})
+    options = {"threshold_lower": 0.5, "threshold": 5.0, **inputs.options}
     low, high = float(options["threshold_lower"]), float(options["threshold"])
     if not 0 < low <= high:
         raise ValueError(f"icepop needs 0 < threshold_lower <= threshold, got {low} and {high}")
@@ -165,7 +168,7 @@ def icepop(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(losses, {"clip_fraction": (~inside).to(losses.dtype), "kl": tokens.kl})
 
 
-@policy_loss(optional={"rollout_is_weights"})
+@policy_loss(optional={"rollout_is_weights"}, scales_with_advantage=True, options=_VESPO)
 def vespo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """Compute VESPO's loss: the policy gradient with a smooth, asymmetric weight of the row's importance ratio.
 
@@ -184,8 +187,7 @@ def vespo(inputs: PolicyLossInputs) -> PolicyLossOutput:
     Source: VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693; names, defaults and clamps
     are TRL's.
     """
-    defaults = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-    options = {name: float(value) for name, value in read_options("vespo", inputs.options, defaults).items()}
+    options = {name: float(value) for name, value in {**_VESPO, **inputs.options}.items()}
     tokens = read_tokens(inputs)
     total = tokens.log_ratio.detach().sum(-1, keepdim=True)
     floor = math.log(VESPO_MIN_WEIGHT)

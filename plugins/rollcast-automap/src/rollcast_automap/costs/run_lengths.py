@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from rollcast.errors import DataError, DataProtoError
 from rollcast_automap.contract import Lengths
 from rollcast_automap.costs.length_curve import LengthCurve
+from rollcast_trainer.api import RunSettings, build_dataset
 
 if TYPE_CHECKING:
-    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.api import RunSettings
 
 __all__ = ["RunLengths", "measure_prompts", "read_run_lengths"]
 
@@ -138,7 +139,7 @@ def _mean_prompt(steps: Sequence[Mapping[str, Any]], longest: int) -> Lengths | 
     return Lengths(mean, longest, ((0.0, mean), (1.0, mean)))
 
 
-def measure_prompts(trainer: LoopTrainer) -> Lengths:
+def measure_prompts(settings: RunSettings) -> Lengths:
     """Tokenize about 1,000 training prompts, spread evenly over the data, and return the statistics of their lengths.
 
     Raises:
@@ -146,8 +147,8 @@ def measure_prompts(trainer: LoopTrainer) -> Lengths:
     """
     from rollcast.protocol import Jagged
 
-    data = trainer.task.data
-    dataset = trainer.task.build_dataset("train_files", data.dataset)
+    data = settings.data
+    dataset = build_dataset(settings, "train_files", data.dataset)
     if not len(dataset):
         raise DataError(f"data.train_files={data.train_files} has no prompts to measure; leave --read-data out")
     step = max(len(dataset) // _PROMPTS, 1)

@@ -17,11 +17,8 @@ from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 from rollcast_automap.costs.run_lengths import read_run_lengths
 from rollcast_automap.memory.memory_facts import rollout_mesh
 from rollcast_automap.memory.role_specs import micro_batch_rows
-from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
-from rollcast_trainer.batch.sizes import ParallelSizes
-from rollcast_trainer.loop import LoopTrainer, build_from_config
-from rollcast_trainer.stages.update_actor import may_skip_rows
+from rollcast_trainer.api import ParallelSizes, RunSettings, check_run, may_skip_rows
 
 if TYPE_CHECKING:
     from rollcast.contracts.pools import ResourcePool
@@ -102,22 +99,22 @@ def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
         config: Any = OmegaConf.load(file)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise DataError(f"{file} cannot be read, so {folder} is no run directory: {error}") from error
-    trainer = build_from_config(config)
+    settings = check_run(config)
     metrics, timeline = (_read_steps(folder / name) for name in ("metrics.jsonl", "timeline.jsonl"))
     steps = [row for row in metrics if "time/step_s" in row]
     if len(steps) < 2:
         raise DataError(f"{folder / 'metrics.jsonl'} has {len(steps)} steps, but the first is not counted; train more")
     if device is None and _ACCELERATOR_BYTES in steps[-1]:
         raise ConfigError(f"{folder} ran on an accelerator; name its kind, such as cluster.device=h100")
-    pools = _read_pools(trainer)
+    pools = _read_pools(settings)
     nodes = max(len(pool.process_on_nodes) for pool in pools.values())
     devices = [sum(dict(pool.places).get(node, 0) for pool in pools.values()) for node in range(nodes)]
-    data = trainer.task.data
+    data = settings.data
     lengths = read_run_lengths(folder, (data.max_prompt_length, data.max_response_length))
     cluster = build_cluster(ClusterConfig(nodes=nodes, devices_per_node=max(devices), device=device or "cpu"))
-    problem = build_problem(trainer, cluster, lengths.response, prompt=lengths.prompt)
-    problem = replace(problem, trained_share=_trained_share(trainer, steps))
-    mapping = _read_mapping(trainer, problem, pools)
+    problem = build_problem(settings, cluster, lengths.response, prompt=lengths.prompt)
+    problem = replace(problem, trained_share=_trained_share(settings, steps))
+    mapping = _read_mapping(settings, problem, pools)
     timed = [_seconds_of(line, problem) for line in timeline if line["step"] > steps[0]["step"]]
     names = dict.fromkeys(name for line in timed for name in line)
     return MeasuredRun(
@@ -143,49 +140,48 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _trained_share(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> float:
+def _trained_share(settings: RunSettings, steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the fraction of rows that updates train on; rows without an advantage may be skipped."""
-    without = _mean(steps, "actor/zero_advantage_rows") if may_skip_rows(trainer.run) else None
+    without = _mean(steps, "actor/zero_advantage_rows") if may_skip_rows(settings) else None
     return 1.0 - (without or 0.0)
 
 
-def _read_pools(trainer: LoopTrainer) -> dict[str, Pool]:
+def _read_pools(settings: RunSettings) -> dict[str, Pool]:
     """Return the pools of a run; each is assumed to start at the first node."""
-    pools: dict[str, ResourcePool] = trainer.task.pools.resource_pool_dict
+    pools: dict[str, ResourcePool] = settings.pools.resource_pool_dict
     return {name: Pool(name, tuple(enumerate(pool.process_on_nodes))) for name, pool in pools.items()}
 
 
-def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Pool]) -> RoleMapping:
-    task = trainer.task
+def _read_mapping(settings: RunSettings, problem: Problem, pools: Mapping[str, Pool]) -> RoleMapping:
     placements = []
     for role in problem.roles:
-        pool = pools[task.pools.mapping[place_of(role.name, task.uses_replicas)]]
+        pool = pools[settings.pools.mapping[place_of(role.name, settings.uses_replicas)]]
         if role.kind == "generates":
-            mesh = rollout_mesh(task, pool.devices)
-            placements.append(Placement(role.name, pool.name, mesh, _slots(task)))
+            mesh = rollout_mesh(settings, pool.devices)
+            placements.append(Placement(role.name, pool.name, mesh, _slots(settings)))
             continue
-        sizes = ParallelSizes.read(task.role_engine(role.name))
+        sizes = ParallelSizes.read(settings.role_engine(role.name))
         mesh = Mesh(sizes.data(pool.devices), sizes.tensor, sizes.pipeline)
         length = max(round(problem.prompt_lengths.mean + problem.response_lengths.mean), 1)
-        rows = micro_batch_rows(trainer, find_algebra(trainer), role.name, pool.devices, length)
+        rows = micro_batch_rows(settings, settings.algebra, role.name, pool.devices, length)
         placements.append(Placement(role.name, pool.name, mesh, rows))
     used = {placement.pool for placement in placements}
     mode: Mode = "hybrid"
-    if task.uses_replicas:
-        mode = "standalone" if task.has_own_pool("rollout") else task.rollout.mode
+    if settings.uses_replicas:
+        mode = "standalone" if settings.has_own_pool("rollout") else settings.rollout.mode
     return RoleMapping(
         pools=tuple(pool for name, pool in pools.items() if name in used),
         placements=tuple(placements),
         mode=mode,
-        max_staleness=int(getattr(task.trainer, "max_staleness", 0)),
+        max_staleness=int(getattr(settings.trainer, "max_staleness", 0)),
     )
 
 
-def _slots(task: Any) -> int:
+def _slots(settings: RunSettings) -> int:
     """Return the sequences that a replica decodes at once: the rollout's own limit, else all rows of a step."""
-    rollout = task.rollout
+    rollout = settings.rollout
     rows = getattr(rollout, "max_num_seqs", None) or getattr(rollout, "max_batch_size", None)
-    return int(rows or task.data.train_batch_size * rollout.n)
+    return int(rows or settings.data.train_batch_size * rollout.n)
 
 
 def _seconds_of(line: Mapping[str, Any], problem: Problem) -> dict[str, float]:

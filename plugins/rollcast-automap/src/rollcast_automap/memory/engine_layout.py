@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollcast_automap.contract import Mesh, RoleSpec, TrainingLayout
-from rollcast_trainer.batch.sizes import ParallelSizes
+from rollcast_trainer.api import ParallelSizes
 
 __all__ = ["EngineLayout", "describe_engine", "has_known_keys", "usual_layout"]
 
@@ -57,7 +57,7 @@ class EngineLayout:
     state_shards: int = 1
     fused_logits: bool = False
     reshards: bool = True
-    keeps_gradients: bool = True
+    keeps_gradients: bool = False
     streams_weights: bool = False
 
     @classmethod
@@ -111,7 +111,6 @@ def usual_layout(role: RoleSpec) -> TrainingLayout:
         shard_size=-1 if shards else 1,
         param_offload=role.offload,
         optimizer_offload=role.offload,
-        keeps_gradients=not shards,
         spreads_optimizer=not shards,
         splits_sequence=not shards,
     )
@@ -128,7 +127,7 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         return _describe_megatron(role, engine)
     if not has_known_keys(engine):
         whole = replace(role.model, dtype_bytes=4)
-        training = TrainingLayout(computed_bytes=4)
+        training = TrainingLayout(computed_bytes=4, keeps_gradients=True)
         return replace(role, model=whole, optimizer_bytes=8, gradient_bytes=4, recompute=False, training=training)
     stored = _BYTES.get(engine.model_dtype, 4)
     fused = bool(getattr(engine, "use_fused_kernels", False))
@@ -138,7 +137,6 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
         streams_weights=bool(getattr(engine, "offload_policy", False)),
         activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
-        keeps_gradients=False,  # dropped when train mode ends; megatron-core keeps its buffers
         reshards=bool(getattr(engine, "reshard_after_forward", True)),
         fused_logits=fused,
         head_positions=getattr(engine, "log_probs_chunk_size", None) if fused else None,

@@ -30,11 +30,7 @@ from rollcast_automap.memory.role_specs import (
     slots_of,
 )
 from rollcast_automap.memory.splits import check_split
-from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes
-from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.schemas import RefConfig
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.api import BatchAlgebra, ParallelSizes, RefConfig, Role, RunSettings
 
 __all__ = ["format_bytes", "placed_roles", "plan_memory", "rollout_mesh"]
 
@@ -52,14 +48,14 @@ _NAMES = {
 }
 
 
-def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
+def placed_roles(settings: RunSettings) -> dict[ResourcePool, list[str]]:
     """Return pool → titles of the roles placed on it."""
-    task, pools = trainer.task, trainer.task.pools
+    pools = settings.pools
     actor = pools.mapping[Role.ACTOR_ROLLOUT]
-    roles = {"actor": actor, "rollout": pools.mapping[Role.ROLLOUT] if task.uses_replicas else actor}
-    for role in trainer.run.roles[1:]:
+    roles = {"actor": actor, "rollout": pools.mapping[Role.ROLLOUT] if settings.uses_replicas else actor}
+    for role in settings.roles[1:]:
         # An actor without its adapter is the reference.
-        if role != Role.REF or pools.mapping[role] != actor or not task.model.trains_adapter:
+        if role != Role.REF or pools.mapping[role] != actor or not settings.model.trains_adapter:
             roles[_TITLES.get(role, role)] = pools.mapping[role]
     titles: dict[ResourcePool, list[str]] = {}
     for title, pool in roles.items():
@@ -68,12 +64,12 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
 
 
 def plan_memory(
-    trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str], device_bytes: int | None = None
+    settings: RunSettings, algebra: BatchAlgebra, notes: list[str], device_bytes: int | None = None
 ) -> list[tuple[str, Any, str]]:
     """Return (key, value, text) of each line about memory; sizes are bytes on each rank.
 
     Args:
-        trainer: trainer of the run.
+        settings: settings of the run.
         algebra: batch algebra of a step.
         notes: list to which notes are appended.
         device_bytes: memory of each device in bytes; None if not known.
@@ -82,22 +78,22 @@ def plan_memory(
         ConfigError: the model folder is not valid and nothing in the run creates it, or the engine or the rollout
             cannot split the model as configured.
     """
-    model, reason = find_model(trainer)
+    model, reason = find_model(settings)
     if model is None:
         notes.append(f"the size of the model is not known yet: {reason}")
         return [("parameters", None, "parameters: not known"), ("pools", None, "memory: not known")]
     size = measure_model(model)
-    check_split(trainer, size)
+    check_split(settings, size)
     lines: list[tuple[str, Any, str]] = [("parameters", size.parameters, f"{size.parameters:,} parameters")]
-    if not has_known_keys(trainer.task.engine):
-        notes.append(f"engine {trainer.task.engine.name} does not say how it stores a model: whole in fp32 is assumed")
+    if not has_known_keys(settings.engine):
+        notes.append(f"engine {settings.engine.name} does not say how it stores a model: whole in fp32 is assumed")
     adapter = count_adapter(model)
     if adapter:
         lines.append(("adapter_parameters", adapter, f"{adapter:,} parameters of the adapter that trains"))
     disk = 3 * 4 * adapter
     by_pool: dict[str, Any] = {}
-    for pool, titles in placed_roles(trainer).items():
-        memory = _PoolMemory(trainer, algebra, size, pool, _counted(trainer, titles), device_bytes)
+    for pool, titles in placed_roles(settings).items():
+        memory = _PoolMemory(settings, algebra, size, pool, _counted(settings, titles), device_bytes)
         phases = memory.phases()
         by_pool[pool.name] = {"items": {item.name: item.bytes for item in memory.items}, "device": phases}
         lines += [("", None, f"{pool.name}: {_describe(item)}") for item in memory.items]
@@ -110,19 +106,19 @@ def plan_memory(
         disk += sum(
             memory.checkpoint_bytes(role) for role in memory.roles.values() if not (role.name == "actor" and adapter)
         )
-        if _TITLES[Role.REF] in titles and trainer.task.section("ref", RefConfig).sync_ref_model:
+        if _TITLES[Role.REF] in titles and settings.section("ref", RefConfig).sync_ref_model:
             disk += memory.weight_bytes(_TITLES[Role.REF])
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
 
 
-def _counted(trainer: LoopTrainer, titles: Sequence[str]) -> list[str]:
+def _counted(settings: RunSettings, titles: Sequence[str]) -> list[str]:
     """Return the roles of a pool that have memory of their own there."""
     named = [title for title in titles if title in _NAMES]
-    if "actor" in named and shares_weights(trainer):
+    if "actor" in named and shares_weights(settings):
         named.append("reference")  # shares the actor's weights, but its passes need memory
-    if "actor" in named and compares_vocabularies(trainer) and "reference" in named:
+    if "actor" in named and compares_vocabularies(settings) and "reference" in named:
         named.remove("reference")  # already counted in the actor's update
     return named
 
@@ -138,19 +134,24 @@ class _PoolMemory:
 
     def __init__(
         self,
-        trainer: LoopTrainer,
+        settings: RunSettings,
         algebra: BatchAlgebra,
         size: ModelSize,
         pool: ResourcePool,
         titles: Sequence[str],
         device_bytes: int | None,
     ) -> None:
-        self._trainer, self._algebra, self._ranks, self._device_bytes = trainer, algebra, pool.world_size, device_bytes
+        self._settings, self._algebra, self._ranks, self._device_bytes = (
+            settings,
+            algebra,
+            pool.world_size,
+            device_bytes,
+        )
         # A device that is not known yet (placement.device=auto) is assumed to be a GPU.
-        self._on_cpu = trainer.task.placement.device == "cpu"
-        self._sizes = {title: role_size(trainer, _NAMES[title], size) for title in titles}
-        self.roles = {title: read_role(trainer, _NAMES[title], self._sizes[title], self._on_cpu) for title in titles}
-        self._actor = read_role(trainer, "actor", size, self._on_cpu)
+        self._on_cpu = settings.placement.device == "cpu"
+        self._sizes = {title: role_size(settings, _NAMES[title], size) for title in titles}
+        self.roles = {title: read_role(settings, _NAMES[title], self._sizes[title], self._on_cpu) for title in titles}
+        self._actor = read_role(settings, "actor", size, self._on_cpu)
         self.items: list[MemoryItem] = []
         self.parts: dict[str, MemoryParts] = {}
         for title, role in self.roles.items():
@@ -167,22 +168,28 @@ class _PoolMemory:
         ]
 
     def _list_items(self, title: str, role: RoleSpec) -> list[MemoryItem]:
-        trainer, data, task = self._trainer, self._trainer.task.data, self._trainer.task
+        settings, data = self._settings, self._settings.data
         longest = data.max_prompt_length + data.max_response_length
         if role.kind == "generates":
-            cache = Cache(slots_of(task, self._algebra, self._ranks), longest, longest / 2, self._device_bytes)
+            cache = Cache(slots_of(settings, self._algebra, self._ranks), longest, longest / 2, self._device_bytes)
             process = find_process_memory(role, self._on_cpu)
             try:
                 return list_rollout_items(
-                    role, self._actor, rollout_mesh(task, self._ranks), self._ranks, cache, process, task.rollout.mode
+                    role,
+                    self._actor,
+                    rollout_mesh(settings, self._ranks),
+                    self._ranks,
+                    cache,
+                    process,
+                    settings.rollout.mode,
                 )
             except ReplicaTooLargeError as error:
-                raise _describe_too_large(task, error, self._device_bytes or 0) from error
-        rows = micro_batch_rows(trainer, self._algebra, role.name, self._ranks, longest)
-        sizes = ParallelSizes.read(task.role_engine(role.name))
+                raise _describe_too_large(settings, error, self._device_bytes or 0) from error
+        rows = micro_batch_rows(settings, self._algebra, role.name, self._ranks, longest)
+        sizes = ParallelSizes.read(settings.role_engine(role.name))
         mesh = Mesh(sizes.data(self._ranks), sizes.tensor, sizes.pipeline)
-        sends = role.name == "actor" and task.uses_replicas
-        bucket = task.rollout.update_weights_bucket_megabytes << 20 if sends else 0
+        sends = role.name == "actor" and settings.uses_replicas
+        bucket = settings.rollout.update_weights_bucket_megabytes << 20 if sends else 0
         lengths, samples = (data.max_prompt_length, data.max_response_length), self._algebra.samples
         passes = longest_pass(role, mesh, self._ranks, rows, *lengths, samples)
         return list_engine_items(title, role, mesh, self._ranks, passes, bucket)
@@ -211,25 +218,25 @@ class _PoolMemory:
         return self._sizes[title].parameters * self.roles[title].model.dtype_bytes
 
 
-def rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
+def rollout_mesh(settings: RunSettings, ranks: int) -> Mesh:
     """Return the mesh of the rollout; in the actor's processes it has one copy per data-parallel part.
 
     Data-parallel copies of attention within a replica count as copies of the whole model, which for a mixture of
     experts is an upper bound.
     """
-    if task.uses_replicas:
-        sizes = ParallelSizes.read(task.rollout)
+    if settings.uses_replicas:
+        sizes = ParallelSizes.read(settings.rollout)
         return Mesh(sizes.data(ranks), sizes.tensor, sizes.pipeline)
-    sizes = ParallelSizes.read(task.engine)
+    sizes = ParallelSizes.read(settings.engine)
     return Mesh(sizes.data(ranks), sizes.model)
 
 
-def _describe_too_large(task: TaskRunner, error: ReplicaTooLargeError, device_bytes: int) -> ConfigError:
-    key = next(key for key in ("gpu_memory_utilization", "mem_fraction_static") if hasattr(task.rollout, key))
+def _describe_too_large(settings: RunSettings, error: ReplicaTooLargeError, device_bytes: int) -> ConfigError:
+    key = next(key for key in ("gpu_memory_utilization", "mem_fraction_static") if hasattr(settings.rollout, key))
     return ConfigError(
-        f"rollout.{key}={getattr(task.rollout, key):g} of a device of {device_bytes / 2**30:.0f} GiB is "
+        f"rollout.{key}={getattr(settings.rollout, key):g} of a device of {device_bytes / 2**30:.0f} GiB is "
         f"{error.room / 2**30:.1f} GiB, but a replica's weights take {error.weights / 2**30:.1f} GiB on each of its "
-        f"{task.rollout.replica_size} devices, and its process {error.process / 2**30:.1f} GiB; "
+        f"{settings.rollout.replica_size} devices, and its process {error.process / 2**30:.1f} GiB; "
         f"raise rollout.{key} or rollout.tensor_model_parallel_size"
     )
 

@@ -24,6 +24,7 @@ __all__ = [
     "KL_LOGIT_COPIES",
     "LOGIT_COPIES",
     "bound_activations",
+    "bound_forward",
     "bound_logits",
     "count_adapter",
     "count_adapter_state",
@@ -31,6 +32,7 @@ __all__ = [
     "count_gathered",
     "count_kv_cache",
     "count_trained",
+    "count_unreduced",
     "measure_model",
     "parameters_on_rank",
 ]
@@ -196,12 +198,24 @@ def count_frozen(name: str, parameters: int, layout: EngineLayout) -> list[Memor
     return [MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload)]
 
 
-def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
-    """Return the bytes of the weights that an update gathers at a time: two layers, and all weights outside layers."""
+def count_gathered(size: ModelSize, layout: EngineLayout, layers: int = 2) -> int:
+    """Return the bytes of the weights that a pass gathers at a time: some layers, and all weights outside layers."""
     if not layout.gathers:
         return 0
     whole = size.parameters
-    return layout.computed * (whole - max(size.layers - 2, 0) * size.layer if layout.reshards else whole)
+    return layout.computed * (whole - max(size.layers - layers, 0) * size.layer if layout.reshards else whole)
+
+
+def count_unreduced(size: ModelSize, layout: EngineLayout, value_model: bool = False) -> int:
+    """Return the bytes of the gradients that an update has on each rank before they are reduced and sharded.
+
+    They are those of a layer with the copy in float32 that is reduced, and those of the vocabulary head, which a value
+    model does not have.
+    """
+    if not layout.gathers:
+        return 0
+    head = 0 if value_model else layout.computed * size.vocabulary * size.hidden
+    return head + (layout.computed + 4) * size.layer
 
 
 def count_kv_cache(
@@ -221,34 +235,51 @@ def count_kv_cache(
     return rows * row_tokens * 2 * -(-size.layers // pipeline) * heads * size.head_dim * computed
 
 
-def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> int:
-    """Return a rough upper bound of the activations that the largest pass stores for its backward pass, in bytes.
+def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> tuple[int, int]:
+    """Return a bound of the activations of an update's largest pass in bytes: all kept, and those of the layer at work.
 
-    A layer stores four tensors of the feed-forward width, four of the widths of queries, keys and values, eight of
-    the hidden size, and four more of the hidden size in float32 (the norms). With ``eager`` attention it also stores
-    the attention matrix of every head three times. With gradient checkpointing, a layer stores only its input, and
-    one layer at a time stores everything. Sequence-parallel ranks share all of this; tensor-parallel ranks share the
-    widths and heads. With activation offload, only the current layer counts. The first stage of a pipeline has as
-    many micro-batches in flight as there are stages, so it stores as much as if it had all layers; in an interleaved
-    schedule, up to as much again, divided by the chunks of a stage.
+    A layer keeps four tensors of the feed-forward width, the queries three times, keys and values, and for each of its
+    two norms the input in float32, the normalized input and the output; with ``eager`` attention also the attention
+    matrix of every head three times. The layer whose backward pass runs has besides four gradients of the feed-forward
+    width. With gradient checkpointing, a layer keeps only its input, and the layer at work has everything once more;
+    with activation offload, only the layer at work counts. Sequence-parallel ranks share all of this; tensor-parallel
+    ranks share the widths and heads. The first stage of a pipeline has as many micro-batches in flight as there are
+    stages, so it keeps as much as if it had all layers; in an interleaved schedule, up to as much again, divided by the
+    chunks of a stage.
     """
     tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
     whole = layout.tensor if layout.splits_sequence else 1
-    projections = (size.heads + 2 * size.kv_heads) * size.head_dim
-    split = -(-tokens * 4 * (size.intermediate + projections) * layout.computed // layout.tensor)
-    layer = split + -(-tokens * size.hidden * (8 * layout.computed + 4 * 4) // whole)
+    projections = (3 * size.heads + 2 * size.kv_heads) * size.head_dim
+    width = -(-tokens * size.intermediate * layout.computed // layout.tensor)
+    layer = 4 * width - (-tokens * projections * layout.computed // layout.tensor)
+    layer += -(-tokens * size.hidden * (4 * layout.computed + 8) // whole)
     if eager:
         layer += -(-size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed) // layout.tensor)
-    inputs = -(-tokens * size.hidden * layout.computed // whole)
+    gradients = 4 * width
     if layout.activation_offload:
-        return layer
+        return 0, layer + gradients
     layers = size.layers
     if layout.chunks > 1:
         layers += -(-layers * (layout.pipeline - 1) // (layout.pipeline * layout.chunks))
-    return layers * inputs + layer if layout.checkpointing else layers * layer
+    if not layout.checkpointing:
+        return layers * layer, gradients
+    return layers * -(-tokens * size.hidden * layout.computed // whole), layer + gradients
 
 
-def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: int = LOGIT_COPIES) -> int:
+def bound_forward(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> int:
+    """Return a bound of the activations of the largest pass without gradient, in bytes: three tensors of the
+    feed-forward width, three of the hidden size, and with ``eager`` attention the attention matrix of every head twice.
+    """
+    tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
+    whole = layout.tensor if layout.splits_sequence else 1
+    layer = 3 * -(-tokens * size.intermediate * layout.computed // layout.tensor)
+    layer += 3 * -(-tokens * size.hidden * layout.computed // whole)
+    if eager:
+        layer += -(-size.heads * passes.row_tokens * tokens * (4 + layout.computed) // layout.tensor)
+    return layer
+
+
+def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: float = LOGIT_COPIES) -> int:
     """Return an upper bound of the logits of the largest pass in bytes: ``copies`` in float32 for response tokens.
 
     Fused logits are those of a chunk only (``head_positions``). With weights of two bytes, an update then also sums
@@ -258,7 +289,7 @@ def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: 
     if layout.head_positions is not None:
         positions = min(positions, layout.head_positions)
     vocabulary = -(-size.vocabulary // layout.tensor)
-    head = copies * 4 * positions * vocabulary
+    head = round(copies * 4 * positions * vocabulary)
     if layout.fused_logits and layout.computed < 4 and copies >= LOGIT_COPIES:
         head += 4 * vocabulary * size.hidden
     return head

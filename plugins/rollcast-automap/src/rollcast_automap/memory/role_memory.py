@@ -26,12 +26,14 @@ from rollcast_automap.memory.memory_model import (
     Passes,
     Phase,
     bound_activations,
+    bound_forward,
     bound_logits,
     count_adapter_state,
     count_frozen,
     count_gathered,
     count_kv_cache,
     count_trained,
+    count_unreduced,
     parameters_on_rank,
 )
 from rollcast_automap.memory.process_memory import ProcessMemory, find_process_memory
@@ -57,6 +59,7 @@ _PARTS = {
     "gradients": "gradients",
     "optimizer state": "optimizer",
     "gathered weights": "gathered",
+    "unreduced gradients": "gathered",
     "activations": "activations",
     "logits": "logits",
     "KV cache": "kv_cache",
@@ -153,7 +156,6 @@ def list_engine_items(
     size, layout, keeps = size_of(role.model), EngineLayout.of(role, mesh, devices), role.training or usual_layout(role)
     parameters = parameters_on_rank(size, layout, role.value_head)
     trains = role.kind == "trains"
-    phase: Phase = "update" if trains else "forward"
     if trains and role.adapter_parameters:
         items = count_frozen(title, parameters, layout)
         items += count_adapter_state(title, role.adapter_parameters, layout)
@@ -168,20 +170,42 @@ def list_engine_items(
     if layout.streams_weights:
         # Not parts of the device's memory, as the activations that are kept in host memory.
         items = [replace(item, name=item.name.replace(": ", ": kept "), on_host=True) for item in items]
-    if layout.gathers:
-        items.append(MemoryItem(f"{title}: gathered weights", count_gathered(size, layout), phase))
-    if trains and layout.activation_offload:
-        kept_bytes = bound_activations(size, passes, replace(layout, activation_offload=False), keeps.eager_attention)
-        items.append(MemoryItem(f"{title}: kept activations", kept_bytes, phase, on_host=True, is_bound=True))
-    # Without a backward pass, only the current layer has activations on the device, as with activation offload.
-    at_work = layout if trains else replace(layout, activation_offload=True)
-    activations = bound_activations(size, passes, at_work, keeps.eager_attention)
-    items.append(MemoryItem(f"{title}: activations", activations, phase, is_bound=True))
-    if not role.value_head:
-        logits = bound_logits(size, passes, layout, keeps.logit_copies if trains else FORWARD_LOGIT_COPIES)
-        items.append(MemoryItem(f"{title}: logits", logits, phase, is_bound=True))
+    items += _list_pass_items(title, role, size, layout, passes)
     if bucket_bytes:
         items.append(MemoryItem(f"{title}: sync bucket", _bucket(size, layout.stored, bucket_bytes), "sync"))
+    return items
+
+
+def _list_pass_items(
+    title: str, role: RoleSpec, size: ModelSize, layout: EngineLayout, passes: Passes
+) -> list[MemoryItem]:
+    """Return the items that the largest pass of a role that does not generate adds, in its phase."""
+    keeps = role.training or usual_layout(role)
+    trains, eager = role.kind == "trains", keeps.eager_attention
+    phase: Phase = "update" if trains else "forward"
+    items: list[MemoryItem] = []
+    if layout.gathers:
+        gathered = count_gathered(size, layout, 2 if trains else 3)
+        items.append(MemoryItem(f"{title}: gathered weights", gathered, phase))
+    if layout.gathers and trains and not role.adapter_parameters:
+        unreduced = count_unreduced(size, layout, role.value_head)
+        items.append(MemoryItem(f"{title}: unreduced gradients", unreduced, phase))
+    if trains and layout.activation_offload:
+        kept, _ = bound_activations(size, passes, replace(layout, activation_offload=False), eager)
+        items.append(MemoryItem(f"{title}: kept activations", kept, phase, on_host=True, is_bound=True))
+    if trains:
+        kept, at_work = bound_activations(size, passes, layout, eager)
+    else:
+        kept, at_work = 0, bound_forward(size, passes, layout, eager)
+    logits = 0
+    if not role.value_head:
+        copies: float = keeps.logit_copies if trains else FORWARD_LOGIT_COPIES
+        if layout.head_positions is None:  # whole: autograd has one more, and a forward those that the model returns
+            copies = copies + 1 if trains else 1 + layout.computed / 4
+        logits = bound_logits(size, passes, layout, copies)
+        items.append(MemoryItem(f"{title}: logits", logits, phase, is_bound=True))
+    # The logits exist when no layer is at work, so only what that needs beyond them counts.
+    items.append(MemoryItem(f"{title}: activations", kept + max(at_work - logits, 0), phase, is_bound=True))
     return items
 
 

@@ -21,7 +21,7 @@ from rollcast.contracts.command import (
 if TYPE_CHECKING:
     from rollcast_automap.profiling.cost_job import Grid
     from rollcast_automap.profiling.costs import CostTable, Measurement, Phase
-    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.api import RunSettings
 
 __all__ = ["app", "profile"]
 
@@ -67,11 +67,11 @@ def profile(
     Accepts the arguments of 'rollcast train' and starts the recipe's workers. Trained weights are discarded.
     """
     hide_library_bars()
-    trainer, target = _build(overrides or [], config_dir, output)
+    settings, target = _build(overrides or [], config_dir, output)
     from rollcast_automap.profiling.cost_job import CostJob
 
-    grid = _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens)
-    job = CostJob(trainer, replace(grid, response_share=response_share))
+    grid = _grid(settings, phases, batch_sizes, lengths, repeats, new_tokens)
+    job = CostJob(settings, replace(grid, response_share=response_share))
     with show_progress("measuring") as line:
         table = job.run(lambda what: line.update(done=line.done + 1, note=what))
     table.write(target)
@@ -81,11 +81,11 @@ def profile(
     print_lines(f"{len(table.measurements)} measurements on {table.device.name} are in {target}")
 
 
-def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
-    """Return the recipe's trainer, with a run directory next to the output file, and the path of that file."""
+def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[RunSettings, Path]:
+    """Return the recipe's settings, with a run directory next to the output file, and the path of that file."""
     from rollcast import compose, format_override
     from rollcast.errors import ConfigError
-    from rollcast_trainer.loop import build_loop_trainer
+    from rollcast_trainer.api import check_run
 
     composed = compose(overrides, config_dir, needs_trainer=True)
     target = output or Path("profiles") / Path(composed.config.run_dir).name / "costs.json"
@@ -100,18 +100,18 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
         "runtime.record=null",
     ]
     composed = compose([*overrides, *own], config_dir)
-    return build_loop_trainer(composed), target
+    composed.load_plugins()
+    return check_run(composed.config), target
 
 
 def _grid(
-    trainer: LoopTrainer, phases: str, batch_sizes: str | None, lengths: str | None, repeats: int, new_tokens: int
+    settings: RunSettings, phases: str, batch_sizes: str | None, lengths: str | None, repeats: int, new_tokens: int
 ) -> Grid:
     from rollcast_automap.memory.role_specs import largest_pass
-    from rollcast_automap.plan import find_algebra
     from rollcast_automap.profiling.cost_job import Grid
     from rollcast_automap.profiling.costs import check_sizes
 
-    data = trainer.task.data
+    data = settings.data
     longest = data.max_prompt_length + data.max_response_length
     if lengths is None:
         most = max(longest - new_tokens, 2)
@@ -119,7 +119,7 @@ def _grid(
     else:
         wanted = check_sizes("--lengths", _numbers("--lengths", lengths))
     if batch_sizes is None:
-        rows = min(largest_pass(find_algebra(trainer), longest), _MOST_ROWS)
+        rows = min(largest_pass(settings.algebra, longest), _MOST_ROWS)
         batches = check_sizes("--batch-sizes", [1, max(rows // 4, 1), rows])
     else:
         batches = check_sizes("--batch-sizes", _numbers("--batch-sizes", batch_sizes))

@@ -23,9 +23,7 @@ from rollcast_automap.profiling.costs import CostTable, Measurement, Phase, Role
 from rollcast_automap.profiling.devices import describe_device
 from rollcast_automap.profiling.flops import ModelFlops, read_model_flops
 from rollcast_automap.profiling.passes import PassShape, measure_passes
-from rollcast_trainer.batch.sizes import ParallelSizes
-from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.api import ParallelSizes, Role, Run, RunSettings
 
 __all__ = ["CostJob", "Grid", "a_step"]
 
@@ -70,12 +68,12 @@ class CostJob:
     """A job that measures the roles of a recipe.
 
     Args:
-        trainer: trainer of the recipe, built, with its task not entered yet.
+        settings: settings of the recipe.
         grid: phases and sizes to measure.
     """
 
-    def __init__(self, trainer: LoopTrainer, grid: Grid) -> None:
-        self._trainer = trainer
+    def __init__(self, settings: RunSettings, grid: Grid) -> None:
+        self._run = Run(settings)
         self._grid = grid
         self._found: list[Measurement] = []
         self._counters: dict[tuple[str, bool], ModelFlops | None] = {}
@@ -92,14 +90,13 @@ class CostJob:
             ConfigError: the sizes do not fit the model.
             RollcastError: the workers cannot be started, or a measurement failed.
         """
-        trainer, task = self._trainer, self._trainer.task
         self._say = progress or self._say
-        with task:
-            self._check_model(Path(task.model.path))
-            trainer.run.total_steps = 1
+        with self._run as run:
+            self._check_model(Path(run.settings.model.path))
+            run.total_steps = 1
             self._say("starting workers")
-            task.start()
-            trainer.run.start(trainer.stages)
+            run.start_runtime()
+            run.start_workers()
             self._measure_sync()
             self._measure_rollout()
             for engine in self._engines():
@@ -119,10 +116,10 @@ class CostJob:
                 f"but the model in {folder} has {most} positions (max_position_embeddings)"
             )
         files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-        if not files and not self._trainer.task.model.random_init:
+        settings = self._run.settings
+        if not files and not settings.model.random_init:
             logger.info("%s holds no weights: random weights are used", folder)
-            task = self._trainer.task
-            task.model = replace(task.model, random_init=True)
+            self._run.settings = replace(settings, model=replace(settings.model, random_init=True))
 
     # -- the rollout --------------------------------------------------------------------------
 
@@ -133,12 +130,12 @@ class CostJob:
         self._say("sync")
         for version in range(self._grid.repeats + 1 if wanted else 1):
             start = time.perf_counter()
-            metrics = self._trainer.sync_weights()
+            metrics = self._run.sync_weights()
             whole = time.perf_counter() - start
             # A rollout in the actor's process shares the weights and reports no sync time: take the call's duration.
             seconds.append(metrics.get("sync/seconds", whole))
             sent = round(metrics.get("sync/GB_per_s", 0.0) * 1e9 * metrics.get("sync/seconds", 0.0))
-            self._trainer.step = version + 1
+            self._run.completed = version + 1
         if wanted:
             self._add("rollout", "sync", (0, 0, 0, 0), seconds[1:], sent=sent or None)
 
@@ -146,7 +143,7 @@ class CostJob:
         if not {"prefill", "decode"} & set(self._grid.phases):
             return
         layout = self._rollout_layout()
-        counter = self._counter(self._trainer.task.model.path, False)
+        counter = self._counter(self._run.settings.model.path, False)
         for length in self._grid.lengths:
             for batch in self._grid.batch_sizes:
                 self._say(f"rollout: {batch} x {length} tokens")
@@ -168,13 +165,13 @@ class CostJob:
 
         Each repetition draws new prompts, so that prefix caches do not help. Rows share prompts as in training.
         """
-        samples = self._trainer.task.rollout.n
-        temperature = self._trainer.task.rollout.temperature or 1.0
+        samples = self._run.settings.rollout.n
+        temperature = self._run.settings.rollout.temperature or 1.0
         sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         seconds = []
         for repeat in range(self._grid.repeats + 1):
             generator = torch.Generator().manual_seed(1_000_003 * length + 1009 * tokens + repeat)
-            vocabulary = len(self._trainer.task.tokenizer)
+            vocabulary = len(self._run.settings.tokenizer)
             ids = torch.randint(0, vocabulary, (-(-rows // samples), length), generator=generator, dtype=torch.int32)
             ids = ids.repeat_interleave(samples, 0)[:rows].flatten()
             column = Jagged.from_lengths(ids, torch.full((rows,), length)).column()
@@ -182,26 +179,28 @@ class CostJob:
             prompts = DataProto.from_dict({"prompts": column, "seed": seeds})
             start = time.perf_counter()
             # A rollout in the actor's processes returns a handle at once, so wait for a column of the result.
-            self._trainer.run.sampler.generate(prompts, sampling).local("response_mask")
+            self._run.sampler.generate(prompts, sampling).local("response_mask")
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
 
     def _rollout_layout(self) -> RoleLayout:
-        task = self._trainer.task
-        ranks = task.pools.get_resource_pool(Role.ROLLOUT if task.uses_replicas else Role.ACTOR_ROLLOUT).world_size
-        sizes = ParallelSizes.read(task.rollout)
-        parts = sizes.data(ranks) if task.uses_replicas else self._trainer.run.ranks_of(Role.ACTOR_ROLLOUT)
-        return self._layout(task.rollout.name, task.model.path, ranks, parts, sizes, task.rollout)
+        settings = self._run.settings
+        ranks = settings.pools.get_resource_pool(
+            Role.ROLLOUT if settings.uses_replicas else Role.ACTOR_ROLLOUT
+        ).world_size
+        sizes = ParallelSizes.read(settings.rollout)
+        parts = sizes.data(ranks) if settings.uses_replicas else self._run.ranks_of(Role.ACTOR_ROLLOUT)
+        return self._layout(settings.rollout.name, settings.model.path, ranks, parts, sizes, settings.rollout)
 
     # -- the engines --------------------------------------------------------------------------
 
     def _engines(self) -> list[_Engine]:
         if not set(_ENGINE_PHASES) & set(self._grid.phases):
             return []
-        paths: dict[str, str] = self._trainer.run.model_paths
+        paths: dict[str, str] = self._run.model_paths
         engines: list[_Engine] = []
         actor = paths[Role.ACTOR_ROLLOUT]
-        for role in self._trainer.run.groups:
+        for role in self._run.groups:
             path = paths.get(role, actor)
             if role in (Role.ACTOR_ROLLOUT, Role.ACTOR_ROLLOUT_REF):
                 engines.append(_Engine("actor", role, "actor", True, path))
@@ -214,19 +213,21 @@ class CostJob:
         return engines
 
     def _measure_engine(self, engine: _Engine) -> None:
-        self._trainer.run.sampler.rest()
-        task, layout = self._trainer.task, self._engine_layout(engine)
+        self._run.sampler.rest()
+        settings, layout = self._run.settings, self._engine_layout(engine)
         share = self._grid.response_share
         if share is None:
-            share = task.data.max_response_length / (task.data.max_prompt_length + task.data.max_response_length)
+            share = settings.data.max_response_length / (
+                settings.data.max_prompt_length + settings.data.max_response_length
+            )
         value_model = engine.role in (Role.CRITIC, Role.REWARD_MODEL)
         counter = self._counter(engine.model_path, value_model)
         for length in self._grid.lengths:
             response = min(max(round(length * share), 1), length - 1)
             for batch in self._grid.batch_sizes:
                 self._say(f"{engine.name}: {batch} x {length} tokens")
-                vocabulary, samples = len(task.tokenizer), task.rollout.n
-                rows = task.data.train_batch_size * samples
+                vocabulary, samples = len(settings.tokenizer), settings.rollout.n
+                rows = settings.data.train_batch_size * samples
                 shape = PassShape(batch, length - response, response, vocabulary, samples, rows)
                 flops = None
                 if counter is not None:
@@ -241,7 +242,7 @@ class CostJob:
         """Measure the passes of an engine at one size; return False if it ran out of memory."""
         phases = self._grid.phases
         trains = engine.trains and bool({"forward_backward", "backward", "optimizer"} & set(phases))
-        group = self._trainer.run.groups[engine.role]
+        group = self._run.groups[engine.role]
         by_rank = group.execute_func(measure_passes, engine.attribute, shape, self._grid.repeats, trains)
         failed = {name for cost in by_rank for name in cost.out_of_memory}
         peaks = {name: max(cost.peaks.get(name, 0) for cost in by_rank) for name in ("forward", "forward_backward")}
@@ -312,7 +313,7 @@ class CostJob:
         key = path, value_model
         if key not in self._counters:
             try:
-                trusts = self._trainer.task.model.trust_remote_code
+                trusts = self._run.settings.model.trust_remote_code
                 self._counters[key] = read_model_flops(Path(path), value_model, trusts)
             except ConfigError as error:
                 logger.warning("operations are not counted: %s", error)
@@ -320,8 +321,8 @@ class CostJob:
         return self._counters[key]
 
     def _engine_layout(self, engine: _Engine) -> RoleLayout:
-        config, group = self._trainer.task.role_engine(engine.name), self._trainer.run.groups[engine.role]
-        parts = self._trainer.run.ranks_of(engine.role)
+        config, group = self._run.settings.role_engine(engine.name), self._run.groups[engine.role]
+        parts = self._run.ranks_of(engine.role)
         sizes = ParallelSizes.read(config)
         return self._layout(config.name, engine.model_path, group.world_size, parts, sizes, config)
 
@@ -330,7 +331,7 @@ class CostJob:
     ) -> RoleLayout:
         if path not in self._parameters:
             try:
-                self._parameters[path] = measure_model(replace(self._trainer.task.model, path=path)).parameters
+                self._parameters[path] = measure_model(replace(self._run.settings.model, path=path)).parameters
             except ConfigError:  # a reward model's folder, say, holds no language model
                 self._parameters[path] = None
         values = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else {}
@@ -348,8 +349,8 @@ class CostJob:
         return CostTable(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: importlib.metadata.version(name) for name in names},
-            device=self._trainer.run.actor.group.execute_func_rank_zero(describe_device),
-            nodes=list(self._trainer.task.pools.get_resource_pool(Role.ACTOR_ROLLOUT).process_on_nodes),
+            device=self._run.actor.group.execute_func_rank_zero(describe_device),
+            nodes=list(self._run.settings.pools.get_resource_pool(Role.ACTOR_ROLLOUT).process_on_nodes),
             roles=roles,
             measurements=self._found,
         )

@@ -11,8 +11,7 @@ from rollcast.errors import ConfigError
 from rollcast_automap.profiling.devices import DeviceInfo, describe_device
 from rollcast_automap.profiling.flops import ModelFlops, Pass, read_model_flops
 from rollcast_automap.profiling.memory_watch import Peak, start_watch, take_peaks
-from rollcast_trainer.workers.meter import Meter
-from rollcast_trainer.workers.roles import Role, is_served
+from rollcast_trainer.api import Meter, Role, is_served
 
 __all__ = ["PHASES", "StepMeter"]
 

@@ -13,7 +13,7 @@ from rollcast.contracts.device import empty_cache, synchronize
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.protocol import DataProto
 from rollcast_automap.profiling.memory_watch import read_peak, reset_peak, return_free_memory
-from rollcast_trainer.workers.training import TrainingWorker
+from rollcast_trainer.api import TrainingWorker
 
 __all__ = ["PassCost", "PassShape", "measure_passes", "random_rows"]
 

@@ -14,7 +14,7 @@ from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast_automap.profiling.memory_watch import stop_watch
 from rollcast_automap.profiling.meter import StepMeter
 from rollcast_automap.profiling.stepper import StepProfiler, find_step_profiler
-from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.api import LoopTrainer
 
 __all__ = ["RunProfiling"]
 
@@ -45,7 +45,7 @@ class RunProfiling:
         """Meter the trainer's worker calls, and check the profiler on the workers."""
         if isinstance(trainer, LoopTrainer):
             run = trainer.run
-            run.meter = StepMeter(run.groups, run.model_paths, run.task.model.trust_remote_code)
+            run.meter = StepMeter(run.groups, run.model_paths, run.settings.model.trust_remote_code)
         if self._profiler is None:
             return
         try:

@@ -16,7 +16,7 @@ from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RollcastError
 from rollcast_automap.profiling.contract import BaseProfiler, ProfilerConfig, profilers
 from rollcast_automap.profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
-from rollcast_trainer.workers.roles import is_served, placed_as
+from rollcast_trainer.api import is_served, placed_as
 
 __all__ = ["StepProfiler", "find_step_profiler"]
 

@@ -50,10 +50,12 @@ class SyncOutcome:
     Attributes:
         metrics: metrics of the rank; empty on a rank that sent nothing.
         failed: errors of replicas without the new weights, by number.
+        served: numbers of the replicas that this rank had to send to.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[int, RolloutError] = field(default_factory=dict)
+    served: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class EngineCheck(BaseHealthCheck):
                 importlib.import_module(self.module)
             except Exception as error:  # noqa: BLE001  # compiled packages raise errors of every kind
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                mend = f"pip install --force-reinstall {name}, in the environment of {self.adapter}"
-                yield problem(self.title, f"{name} {version} is installed, and importing it failed: {reason}", mend)
+                fix = f"pip install --force-reinstall {name}, in the environment of {self.adapter}"
+                yield problem(self.title, f"{name} {version} is installed, and importing it failed: {reason}", fix)
                 return
         yield from self.find_traps()
 
@@ -58,19 +58,19 @@ class EngineCheck(BaseHealthCheck):
         return ()
 
     def _absent(self, is_chosen: bool) -> Finding:
-        mend = (
+        fix = (
             f'pip install "{self.adapter}[cuda]" (without a GPU as the README of {self.adapter} says), or '
             "rollout.replica.python=PATH of the interpreter that has it"
         )
         if is_chosen:
-            return problem(self.title, f"rollout={self.rollout} needs {self.title}, which is not installed here", mend)
-        return warning(self.title, f"{self.adapter} is installed, and {self.title} is not", mend)
+            return problem(self.title, f"rollout={self.rollout} needs {self.title}, which is not installed here", fix)
+        return warning(self.title, f"{self.adapter} is installed, and {self.title} is not", fix)
 
     def _compare(self, name: str, version: str) -> Finding:
         tested = _tested(self.adapter, name)
         if tested is not None and not tested.specifier.contains(version, prereleases=True):
-            mend = f"pip install '{tested.name}{tested.specifier}', unless the suites pass with this version"
-            return warning(self.title, f"{name} {version}; {self.adapter} is tested with {tested.specifier}", mend)
+            fix = f"pip install '{tested.name}{tested.specifier}', unless the suites pass with this version"
+            return warning(self.title, f"{name} {version}; {self.adapter} is tested with {tested.specifier}", fix)
         return ok(self.title, f"{name} {version}")
 
 

@@ -8,11 +8,12 @@ stay the same and all of them received their weights.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +37,8 @@ __all__ = ["CollectiveSync"]
 
 _POLL_S = 0.01
 _WORK_POLL_S = 0.0005
+#: Seconds between two looks of a member at whether its sender is still there.
+_CHECK_S = 1.0
 #: Seconds for a sender to accept a connection; a node that does not answer counts as gone.
 _PROBE_S = 1.0
 #: Timeout for all members to connect once each has announced itself.
@@ -65,7 +68,7 @@ class CollectiveSync(BucketSync):
         finally:
             # Also after a refused report: a target that received something else must not stay in the group.
             if not complete:
-                self._sender = None
+                self.close()
         return deliveries
 
     @contextmanager
@@ -73,7 +76,10 @@ class CollectiveSync(BucketSync):
         members = tuple(getattr(target, "address", target) for target in self.targets)
         # Removed first: after a failure the members have left the group, and the next sync needs a new one.
         sender, self._sender = self._sender, None
-        if sender is None or members != self._members:
+        if sender is not None and members != self._members:
+            sender.leave()
+            sender = None
+        if sender is None:
             nodes = {target.node for target in self.targets}  # type: ignore[union-attr]
             sender = _Sender(self._name, len(members), nodes, self.settings)
         sender.begin()
@@ -94,11 +100,49 @@ class CollectiveSync(BucketSync):
         return _receive(source)
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.leave()
         self._sender = None
 
 
+class _Group:
+    """One end of a process group that is independent of the process's other groups."""
+
+    def __init__(self, group: Any, aborts: bool) -> None:
+        self._group = group
+        self._aborts = aborts
+        self._work: Any = None
+
+    def broadcast(self, flat: Tensor, check: Callable[[], None]) -> None:
+        """Send or receive a buffer; return when that is done on the device too.
+
+        Args:
+            flat: the buffer, uint8 ``[N]``.
+            check: called again and again meanwhile; raises if another member is gone. The host would otherwise wait
+                for the whole timeout, or on NCCL not at all, and let the device wait.
+        """
+        self._work = self._group.broadcast([flat], _root())
+        while not self._work.is_completed():
+            check()
+            time.sleep(_WORK_POLL_S)
+        self._work.wait()
+        self._work = None
+
+    def leave(self) -> None:
+        """Leave the group, also in the middle of a broadcast; the other members notice it."""
+        group, work = self._group, self._work
+        self._group = self._work = None
+        if group is None:
+            return
+        if self._aborts:
+            # NCCL's communicators keep memory of the device, and a kernel that waits for a member that is gone keeps
+            # the device busy, until they are aborted.
+            group.abort()
+        elif work is not None:
+            threading.Thread(target=_outlive, args=(group, work), name="leave-weights-group", daemon=True).start()
+
+
 def _join(store: Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
-    """Return a process group that is independent of the process's other groups."""
     if backend == "nccl":
         nccl: Any = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
@@ -138,8 +182,7 @@ class _Sender(Transport):
         self._timeout = timedelta(seconds=settings.timeout_s)
         self._host = _own_address(nodes)
         self._store = serve_store(self._host, 0, self._timeout)
-        self._group: Any = None
-        self._work: Any = None
+        self._group: _Group | None = None
         self._sent = self._number = 0
         self._room = _Room()
         #: Buffer and entries of the staged bucket.
@@ -161,24 +204,26 @@ class _Sender(Transport):
         self._sent = 0
         self.source = {**self._meeting, "number": self._number}
 
-    def _open(self, receivers: Receivers, backend: str) -> None:
+    def _open(self, receivers: Receivers, backend: str) -> _Group:
         if self._group is not None:
-            return
+            return self._group
         offsets, size = [], 1
         for target in range(self._targets):
             while not self._store.check([f"readers/{target}"]):
                 receivers.check_all()
                 time.sleep(_POLL_S)
+            reader = json.loads(self._store.get(f"readers/{target}"))
+            if backend == "nccl":
+                _check_nccl(target, reader["nccl"])
             offsets.append(size)
-            size += int(self._store.get(f"readers/{target}"))
+            size += reader["readers"]
         self._store.set("group", json.dumps({"offsets": offsets, "size": size, "backend": backend}))
-        store = PrefixStore("group", self._store)
-        self._group = _join(store, 0, size, self._host, min(self._timeout, _JOIN), backend)
-        self._group._set_default_timeout(self._timeout)
+        self._group = _enter_group(self._store, 0, size, self._host, self._timeout, backend)
+        return self._group
 
     def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
         device = bucket[0].tensor.device
-        self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
+        self._open(receivers, _backend(device))
         self._entries, size = lay_out(bucket)
         self._flat = self._room.take(size, device)
         return fill(self._flat, self._entries, bucket, room)
@@ -186,12 +231,7 @@ class _Sender(Transport):
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
         flat, entries = self._flat, self._entries
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": len(flat), "tensors": entries}))
-        self._work = self._group.broadcast([flat], _root())
-        # Not wait(): it would take the whole timeout if a target is dead or silent.
-        while not self._work.is_completed():
-            receivers.check_all()
-            time.sleep(_WORK_POLL_S)
-        self._work.wait()
+        self._open(receivers, _backend(flat.device)).broadcast(flat, receivers.check_all)
         self._sent += 1
 
     def finish(self, receivers: Receivers) -> None:
@@ -199,14 +239,17 @@ class _Sender(Transport):
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"end": True}))
 
     def break_off(self) -> None:
-        """Leave the group in the middle of a broadcast; members that wait for this one notice that it is gone."""
-        # Members that wait for the next bucket are told, because a traceback may keep this object and its store alive.
+        """Leave the group in the middle of a sync; the members are told."""
+        # They wait for the next bucket, or poll in a broadcast; a traceback may keep this object and its store alive.
         for number in (self._sent, self._sent + 1):
             self._store.set(f"{self._number}/bucket/{number}", json.dumps({"broken": True}))
-        group, work = self._group, self._work
-        self._group = self._work = None
-        if group is not None and work is not None:
-            threading.Thread(target=_outlive, args=(group, work), name="leave-weights-group", daemon=True).start()
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
 
 def _outlive(group: Any, work: Any) -> None:
@@ -217,6 +260,40 @@ def _outlive(group: Any, work: Any) -> None:
     while not work.is_completed():
         time.sleep(_POLL_S)
     del group
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _nccl() -> dict[str, str]:
+    """Return what NCCL needs to be the same in all members; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    # NCCL reads -2 as its default: how memory is mapped for other processes depends on the driver.
+    return {"version": version, "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "-2")}
+
+
+def _check_nccl(target: int, theirs: Mapping[str, str]) -> None:
+    """Check that a target's NCCL can talk to this process's, before both wait for each other.
+
+    Raises:
+        WeightSyncError: it cannot; the message says what differs.
+    """
+    ours = _nccl()
+    if ours != theirs:
+        raise WeightSyncError(
+            f"rollout.weight_sync=collective connects actor and replicas by NCCL, which has to be the same at both "
+            f"ends: the actor has {ours}, and target {target} has {dict(theirs)}; install torch of one NCCL version in "
+            "both environments and set NCCL_CUMEM_ENABLE alike, or choose rollout.weight_sync=shared_memory or disk"
+        )
+
+
+def _enter_group(store: Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> _Group:
+    group = _join(PrefixStore("group", store), rank, size, host, min(timeout, _JOIN), backend)
+    group._set_default_timeout(timeout)
+    return _Group(group, aborts=backend == "nccl")
 
 
 def _root() -> Any:
@@ -238,7 +315,7 @@ class _Member:
     """
 
     store: Any
-    group: Any
+    group: _Group
     device: torch.device
     meeting: tuple[str, int]
     room: _Room = field(default_factory=_Room)
@@ -252,6 +329,29 @@ class _Member:
             return True
         return False
 
+    def check(self, key: str) -> None:
+        """Check that the sender of a bucket has not broken off.
+
+        Raises:
+            WeightSyncError: it has, or is gone.
+        """
+        if self.is_orphan() or "broken" in json.loads(self.store.get(key)):
+            raise WeightSyncError("the sender broke off the update")
+
+    def receive(self, size: int, key: str) -> Tensor:
+        """Return the bucket that is described under ``key`` in the store, uint8 ``[size]``."""
+        flat = self.room.take(size, self.device)
+        following = time.monotonic() + _CHECK_S
+
+        def check() -> None:
+            nonlocal following
+            if time.monotonic() >= following:
+                self.check(key)
+                following = time.monotonic() + _CHECK_S
+
+        self.group.broadcast(flat, check)
+        return flat
+
 
 #: Groups that this process has joined, between two syncs, by the sender's name, target and reader.
 _members: dict[tuple[str, int, int], _Member] = {}
@@ -260,20 +360,20 @@ _members: dict[tuple[str, int, int], _Member] = {}
 def _drop_orphans() -> None:
     """Leave the groups of senders that are gone, such as a trainer that was killed and restarted."""
     for key, member in list(_members.items()):
-        if member.is_orphan():
-            _members.pop(key, None)
+        if member.is_orphan() and _members.pop(key, None) is not None:
+            member.group.leave()
 
 
 def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
     """Join the group of the sender and the other members."""
     store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
-    store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
+    reader = {"readers": int(source.get("readers", 1)), "nccl": _nccl()}
+    store.set(f"readers/{source['target']}", json.dumps(reader))
     plan = json.loads(store.get("group"))
     rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
     device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
     host = _own_address({source["host"]})
-    group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
-    group._set_default_timeout(timeout)
+    group = _enter_group(store, rank, plan["size"], host, timeout, plan["backend"])
     return _Member(store, group, device, (source["host"], int(source["port"])))
 
 
@@ -285,27 +385,30 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     try:
         meeting = (source["host"], int(source["port"]))
         if source["number"] == 1:
-            member = None  # the sender's previous group, if there was one, ends here
+            if member is not None:
+                member.group.leave()
+            member = None
             _drop_orphans()
             member = _enter(source, timeout)
         elif member is None or member.meeting != meeting:
             raise WeightSyncError("this process has left the group that carries the weights")
         number = 0
         while True:
-            header = json.loads(member.store.get(f"{source['number']}/bucket/{number}"))
+            key_of_bucket = f"{source['number']}/bucket/{number}"
+            header = json.loads(member.store.get(key_of_bucket))
             if "end" in header:
                 break
             if "broken" in header:
                 raise WeightSyncError("the sender broke off the update")
-            flat = member.room.take(header["size"], member.device)
-            member.group.broadcast([flat], _root()).wait()
-            yield read_bucket(flat, header["tensors"])
+            yield read_bucket(member.receive(header["size"], key_of_bucket), header["tensors"])
             number += 1
-        _members[key] = member
+        _members[key], member = member, None
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):
             raise
         raise WeightSyncError(f"the group that carries the weights broke: {error}") from error
     finally:
         # Members that wait for this one notice its end by closed connections, so no traceback may keep the group alive.
+        if member is not None:
+            member.group.leave()
         del member

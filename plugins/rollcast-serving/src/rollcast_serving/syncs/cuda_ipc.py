@@ -37,8 +37,8 @@ _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 
 
 class CudaIpcSync(BucketSync):
-    """The weight sync ``cuda_ipc``; see the module. Its two buffers are kept between syncs at the largest bucket's
-    size.
+    """The weight sync ``cuda_ipc``; see the module. Its two buffers exist during a sync only: between syncs their
+    memory belongs to the rollout's KV cache and the training.
     """
 
     name: ClassVar[str] = "cuda_ipc"
@@ -46,14 +46,16 @@ class CudaIpcSync(BucketSync):
         modes=frozenset({RolloutMode.HYBRID, RolloutMode.COLOCATED}), same_node=True, shared_devices=True
     )
 
-    _buffers: tuple[DeviceMemory, DeviceMemory] | None = None
-
     @contextmanager
     def transport(self) -> Iterator[Transport]:
-        if self._buffers is None:
-            self._buffers = (DeviceMemory(), DeviceMemory())
-        with SocketSender(self._buffers, self.settings) as sender:
-            yield sender
+        buffers = (DeviceMemory(), DeviceMemory())
+        try:
+            with SocketSender(buffers, self.settings) as sender:
+                yield sender
+        finally:
+            for buffer in buffers:
+                buffer.close()
+            collect()
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -63,11 +65,6 @@ class CudaIpcSync(BucketSync):
             WeightSyncError: during iteration, if the sender is unreachable or gone, or this process lacks its device.
         """
         return receive_buckets(source, _open_message, settle)
-
-    def close(self) -> None:
-        for buffer in self._buffers or ():
-            buffer.close()
-        self._buffers = None
 
 
 def _open_message(message: Mapping[str, Any], fds: Sequence[int]) -> Tensor | None:  # noqa: ARG001  # none come
@@ -119,6 +116,11 @@ def allocate(size: int) -> Tensor:
 def settle() -> None:
     """Wait until the current device has finished its work."""
     torch.cuda.synchronize()
+
+
+def collect() -> None:
+    """Take back memory that this process shared and that no other process has open any more."""
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def describe_tensor(flat: Tensor) -> dict[str, Any]:

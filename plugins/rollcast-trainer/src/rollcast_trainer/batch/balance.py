@@ -5,12 +5,12 @@ Mini-batches are formed in ``mini_batches``; this module only chooses the rank o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rollcast.protocol import DataProto, Jagged, karmarkar_karp
-from rollcast_dispatch.balance import Shard, deal_near, exchange_items, plan_shards
+from rollcast_dispatch.balance import deal_near, exchange_items, plan_shards
 
-__all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
+__all__ = ["deal_rows", "row_lengths", "seqlen_metrics"]
 
 
 def row_lengths(batch: DataProto) -> list[int]:
@@ -56,36 +56,6 @@ def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
         part.extend(left[:places])
         del left[:places]
     return bins
-
-
-def spread_rows(
-    call: Callable[[DataProto], DataProto], batch: DataProto, lengths: Sequence[int], ranks: int
-) -> DataProto:
-    """Return the output row of ``call`` for each row, in the batch's order; the rows are balanced over the ranks.
-
-    Args:
-        call: splits a batch into equal consecutive shards, one per rank, and returns one output row per row.
-        batch: ``B`` rows.
-        lengths: tokens of each row.
-        ranks: number of ranks, at least 1.
-    """
-    if ranks == 1 or not len(batch):
-        return call(batch)
-    sent, places = _spread(plan_shards(lengths, ranks, None, equal_size=True), len(batch))
-    if sent[: len(batch)] == list(range(len(batch))):
-        return call(batch)
-    return call(batch.select_idxs(sent)).select_idxs(places)
-
-
-def _spread(shards: Sequence[Shard], rows: int) -> tuple[list[int], list[int]]:
-    """Return the rows in shard order, padding included, and the position of each row in that order."""
-    sent: list[int] = []
-    places = [0] * rows
-    for shard in shards:
-        for offset, row in enumerate(shard.rows):
-            places[row] = len(sent) + offset
-        sent += (*shard.rows, *shard.padding)
-    return sent, places
 
 
 def seqlen_metrics(lengths: Sequence[int], ranks: int) -> dict[str, float]:

@@ -15,7 +15,8 @@ from rollcast_serving.contracts.admission import AdmissionSettings, BaseAdmissio
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.sampler import ReplicaSampler
 from rollcast_serving.service import RolloutService, TakenGroup
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
 
 __all__ = [
     "PromptGroup",
@@ -29,30 +30,32 @@ __all__ = [
 R = TypeVar("R")
 
 
-def refuse_without_replicas(run: TrainingRun) -> None:
+def refuse_without_replicas(settings: RunSettings) -> None:
     """Check that asynchronous rollouts have an engine of their own.
 
     Raises:
         CapabilityError: they do not; the message names the keys.
     """
-    task, rollout = run.task, run.task.rollout
-    if run.max_staleness and (not task.uses_replicas or rollout.mode == RolloutMode.HYBRID.value):
+    rollout = settings.rollout
+    if settings.max_staleness and (not settings.uses_replicas or rollout.mode == RolloutMode.HYBRID.value):
         raise CapabilityError(
-            f"trainer.max_staleness={run.max_staleness} generates while the actor trains, but with "
+            f"trainer.max_staleness={settings.max_staleness} generates while the actor trains, but with "
             f"rollout.mode={rollout.mode} and rollout.weight_sync={rollout.weight_sync} generation and training take "
             "turns; choose rollout.mode=standalone with a pool of its own, or colocated, and a weight sync that sends "
             "to replicas, such as shared_memory"
         )
 
 
-def replicas_of(run: TrainingRun) -> Replicas:
+def replicas_of(run: Run) -> Replicas:
     """Return the replicas of a run.
 
     Raises:
         CapabilityError: the run generates in the actor's processes.
     """
     if not isinstance(run.sampler, ReplicaSampler):
-        raise CapabilityError(f"trainer.max_staleness={run.max_staleness} needs replicas, and this run has none")
+        raise CapabilityError(
+            f"trainer.max_staleness={run.settings.max_staleness} needs replicas, and this run has none"
+        )
     return run.sampler.replicas
 
 
@@ -82,12 +85,12 @@ class BackgroundRollouts(Generic[R]):
         roll_out: runs the rollouts of a group in the event loop of the replicas, and scores them.
     """
 
-    def __init__(self, run: TrainingRun, roll_out: Callable[[PromptGroup], Awaitable[R]]) -> None:
+    def __init__(self, run: Run, roll_out: Callable[[PromptGroup], Awaitable[R]]) -> None:
         self._run, self._roll_out = run, roll_out
         run.on_synced.append(self.publish)
-        self._size = int(run.task.data.train_batch_size)
-        settings = AdmissionSettings(run.max_staleness, self._size)
-        self.admission: BaseAdmission = admissions.get(run.task.trainer.admission)(settings)
+        self._size = int(run.settings.data.train_batch_size)
+        settings = AdmissionSettings(run.settings.max_staleness, self._size)
+        self.admission: BaseAdmission = admissions.get(run.settings.trainer.admission)(settings)
         self._service: RolloutService[PromptGroup, R] | None = None
         self._version = 0
         #: Batches with untrained groups, by number: the data position before the batch, and the numbers of its groups
@@ -129,13 +132,13 @@ class BackgroundRollouts(Generic[R]):
 
     def _is_short(self, service: RolloutService[PromptGroup, R]) -> bool:
         """Return True if more groups may start than exist, and later steps need them."""
-        ahead = (self._run.max_staleness + 1) * self._size
+        ahead = (self._run.settings.max_staleness + 1) * self._size
         left = (self._run.total_steps - self._run.step + 1) * self._size
         return len(service.queue) < min(ahead, left)
 
     def _groups(self, prompts: DataProto) -> list[PromptGroup]:
         batch, self._batches = self._batches, self._batches + 1
-        first, count = batch * self._size, int(self._run.task.rollout.n)
+        first, count = batch * self._size, int(self._run.settings.rollout.n)
         numbers = [first + row for row in range(len(prompts)) if first + row not in self._trained]
         self._trained -= set(range(first, first + len(prompts)))
         if numbers:
@@ -172,7 +175,7 @@ class BackgroundRollouts(Generic[R]):
         """Continue with the untrained groups, from their prompts."""
         self._batches, self._trained = int(state["first_batch"]), set(state["trained"])
         if state["position"] is not None:
-            self._run.prompts.rewind(state["position"])
+            self._run.prompts.load_state_dict(state["position"])
 
 
 def age_metrics(batch: DataProto, version: int) -> dict[str, float]:

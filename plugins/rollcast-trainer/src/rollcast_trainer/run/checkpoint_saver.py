@@ -34,7 +34,7 @@ class CheckpointSaver:
         checkpoints: Checkpoints,
         groups: Sequence[WorkerGroup],
         in_background: bool,
-        on_saved: Callable[[int, Path], None],
+        on_saved: Callable[[int, str], None],
         remote: RemoteCheckpoints | None = None,
     ) -> None:
         self._checkpoints = checkpoints
@@ -86,7 +86,7 @@ class CheckpointSaver:
             writing.__exit__(None, None, None)
             if self._remote is not None:
                 self._remote.push(step, self._checkpoints.steps())
-            self._on_saved(step, self._checkpoints.path(step))
+            self._on_saved(step, str(self._checkpoints.path(step)))
 
     def rescue(self) -> None:
         """Try to complete the checkpoint in flight after the run has failed; log a warning if that fails."""

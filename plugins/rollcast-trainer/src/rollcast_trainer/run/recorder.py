@@ -25,42 +25,25 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
         self._is_muted = False
-        self._collected: dict[str, float] | None = None
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Add metrics; ignored while muted."""
-        if self._is_muted:
-            return
-        self._metrics.update(metrics)
-        if self._collected is not None:
-            self._collected.update(metrics)
+        if not self._is_muted:
+            self._metrics.update(metrics)
 
     def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         """Add metrics that are computed at the end of the step, because the calls that they need are still running."""
-        if self._is_muted:
-            return
-        if self._collected is not None:
-            self.record(metrics())  # a collected metric must be known when the block ends
-        else:
+        if not self._is_muted:
             self._later.append(metrics)
 
     @contextmanager
-    def muted(self, is_muted: bool = True) -> Iterator[None]:
-        """Ignore metrics that are recorded in the block if ``is_muted``."""
-        before, self._is_muted = self._is_muted, self._is_muted or is_muted
+    def muted(self) -> Iterator[None]:
+        """Ignore metrics that are recorded in the block."""
+        self._is_muted = True
         try:
             yield
         finally:
-            self._is_muted = before
-
-    @contextmanager
-    def collecting(self, into: dict[str, float] | None) -> Iterator[None]:
-        """Copy metrics that are recorded in the block into ``into`` as well, unless it is None."""
-        before, self._collected = self._collected, into
-        try:
-            yield
-        finally:
-            self._collected = before
+            self._is_muted = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,11 +72,15 @@ class Recorder:
         """Return the seconds that a phase has taken so far in this step."""
         return self._seconds.get(phase, 0.0)
 
-    def take(self) -> dict[str, float]:
-        """Return the metrics and ``time/<phase>_s`` of the step, and reset them for the next."""
+    def compute(self) -> dict[str, float]:
+        """Return the metrics so far in this step, without times; waits for the calls that they need."""
         later, self._later = self._later, []
         for metrics in later:
             self._metrics.update(metrics())
-        row = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
+        return dict(self._metrics)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics and ``time/<phase>_s`` of the step, and reset them for the next."""
+        row = {**self.compute(), **{f"time/{name}_s": value for name, value in self._seconds.items()}}
         self._metrics, self._seconds = {}, {}
         return row

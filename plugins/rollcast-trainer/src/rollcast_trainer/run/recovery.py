@@ -12,7 +12,7 @@ from pathlib import Path
 from rollcast import WorkerGroup
 from rollcast.contracts.runtime import CallFailed
 from rollcast.errors import WorkerError
-from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.run import Run
 
 __all__ = ["RECOVERIES_FILE", "Recoveries", "Recovery", "describe_loss"]
 
@@ -65,12 +65,12 @@ class Recoveries:
     """Decision whether a run goes on after a failure, at most ``trainer.max_recoveries`` times.
 
     Args:
-        task: the run.
+        run: the run.
     """
 
-    def __init__(self, task: TaskRunner) -> None:
-        self._task = task
-        self._limit = task.trainer.max_recoveries
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._limit = run.settings.trainer.max_recoveries
         self._number = 0
         self._reason = ""
         self._when = 0.0
@@ -82,7 +82,7 @@ class Recoveries:
         metrics are those of an interrupted run.
         """
         when = time.time()
-        reason = describe_loss(error, self._task.groups.values(), _NOTICE_S) if self._limit else None
+        reason = describe_loss(error, self._run.groups.values(), _NOTICE_S) if self._limit else None
         if reason is None:
             return False
         if self._number == self._limit:
@@ -90,7 +90,7 @@ class Recoveries:
             return False
         self._number, self._reason, self._when = self._number + 1, reason, when
         if not _died_at_start(error):
-            _await_death(self._task.groups.values())
+            _await_death(self._run.groups.values())
         return True
 
     def begin(self, failed_step: int) -> Recovery:
@@ -99,11 +99,12 @@ class Recoveries:
         Args:
             failed_step: training steps that the failed trainer had completed.
         """
-        step = self._task.begin_again()
+        self._run.begin_again()
+        step = self._run.start_step
         # A trainer that failed during setup had not yet resumed from its checkpoint.
         recovery = Recovery(self._number, self._limit, max(failed_step, step), step, self._reason, self._when)
         logger.warning("%s", recovery.describe())
-        _write(self._task.run_dir, recovery)
+        _write(self._run.settings.run_dir, recovery)
         return recovery
 
 

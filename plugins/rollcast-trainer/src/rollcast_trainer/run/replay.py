@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.stage import StageSpec
 from rollcast.errors import ConfigError, DataProtoError
 from rollcast.protocol import DataProto
 from rollcast_serving.manager import Stragglers
@@ -24,7 +23,7 @@ from rollcast_trainer.run.run_dir import CONFIG_FILE, differing_settings, read_c
 from rollcast_trainer.run.supply import Place
 
 if TYPE_CHECKING:
-    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.run.settings import RunSettings
 
 __all__ = [
     "FOLDER",
@@ -32,7 +31,6 @@ __all__ = [
     "StoppedSampler",
     "fingerprints",
     "recorded_columns",
-    "replayed_places",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,15 +48,15 @@ _HEAD = 1 << 20
 _FREE = ("trainer.replay", "data.val_files", "data.val_batch_size", "data.val_max_samples", "trainer.val_before_train")
 
 
-def fingerprints(task: TaskRunner) -> dict[str, str]:
+def fingerprints(settings: RunSettings) -> dict[str, str]:
     """Return digests of ``tokenizer`` and ``model``, which a record depends on besides its configuration.
 
     A weight file is covered by its name, its size and its first MiB.
     """
-    tokenizer = task.tokenizer
-    known = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids), list(task.stop_token_ids)]
+    tokenizer = settings.tokenizer
+    known = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids), list(settings.stop_token_ids)]
     model = hashlib.sha256()
-    folder = Path(task.model.path)
+    folder = Path(settings.model.path)
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in (".safetensors", ".bin") or file.name == "config.json":
             model.update(f"{file.name}:{file.stat().st_size}:".encode())
@@ -187,13 +185,6 @@ class RolloutRecord:
         if not isinstance(index, dict) or index.get("version") != _VERSION:
             raise ConfigError(f"trainer.replay={self.run_dir}: {file} is not an index of version {_VERSION}")
         return index
-
-
-def replayed_places(places: Sequence[Place]) -> list[Place]:
-    """Return the stages of a replay: first the replay itself, then all stages that are not recorded."""
-    writes = tuple(dict.fromkeys(name for place in places if place.spec.is_recorded for name in place.spec.writes))
-    replay = Place("replay", StageSpec(writes=writes), "trainer.replay")
-    return [replay, *(place for place in places if not place.spec.is_recorded)]
 
 
 class StoppedSampler(Sampler):

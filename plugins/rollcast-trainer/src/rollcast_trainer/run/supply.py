@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcast.contracts.stage import StageSpec, stages
+from rollcast.contracts.stage import Stage, StageSpec, stages
 from rollcast.errors import ConfigError, PluginError
 
 __all__ = ["Changes", "Place", "declare_stages", "supply"]
@@ -20,14 +20,21 @@ class Place:
     """One stage of the list.
 
     Attributes:
-        name: registry name.
+        name: name of the stage.
         spec: declaration for this run.
         reason: why the stage is in the list: the reader and its column, a goal, or a stage that brings it.
+        unregistered: class of a stage that is not in the registry; None for the registered stage of this name.
     """
 
     name: str
     spec: StageSpec
     reason: str
+    unregistered: type[Stage] | None = None
+
+    @property
+    def stage(self) -> type[Stage]:
+        """Class of the stage."""
+        return self.unregistered or stages.get(self.name)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Changes:
     remove: Collection[str] = ()
 
 
-def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
+def declare_stages(settings: Any, changes: Changes) -> dict[str, StageSpec]:
     """Return the declarations of all registered stages that apply to this run.
 
     A stage that cannot be loaded is left out with a warning, unless the recipe names it.
@@ -70,7 +77,7 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
             logger.warning("left out the stage %r: %s", name, error)
             continue
         # Outside the handler: if declare() fails because a plugin of the stage is missing, the error must end the run.
-        spec = stage.declare(run)
+        spec = stage.declare(settings)
         if spec is not None:
             specs[name] = spec
         elif name in wanted:

@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from rollcast.protocol import DataProto
 from rollcast_rewards.scoring import Scored, summarize
 from rollcast_rewards.statistics import answer_extractor, pick_samples, summarize_samples
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
 
 __all__ = ["validate"]
 
 
-def validate(run: TrainingRun, batches: Sequence[DataProto], step: int) -> dict[str, float]:
+def validate(run: Run, batches: Sequence[DataProto]) -> dict[str, float]:
     """Generate and score the validation prompts, call ``on_validation_end``, and return the metrics.
 
     Args:
         run: the started run.
         batches: validation prompts, collated.
-        step: number of completed training steps.
     """
-    task = run.task
-    sampling, repeats = run.sampling(validation=True), task.rollout.val_kwargs.n
+    settings, step = run.settings, run.completed
+    sampling, repeats = run.sampling(validation=True), settings.rollout.val_kwargs.n
     run.seeds.begin(f"validation {step}")
     scored: list[Scored] = []
     for batch in batches:
@@ -29,7 +28,7 @@ def validate(run: TrainingRun, batches: Sequence[DataProto], step: int) -> dict[
         scored.append(run.scorer.score(run.generate(prompts, sampling)))
     rows = [row for part in scored for row in part.as_rows()]
     extract = answer_extractor(run.scorer.reward)
-    metrics = {**summarize_samples(rows, max(repeats, 1), extract, task.trainer.seed), **summarize(rows)}
-    logged = pick_samples(rows, task.trainer.log_val_generations)
-    run.emit("on_validation_end", step=step, metrics=metrics, samples=logged)
+    metrics = {**summarize_samples(rows, max(repeats, 1), extract, settings.trainer.seed), **summarize(rows)}
+    logged = pick_samples(rows, settings.trainer.log_val_generations)
+    run.hook.on_validation_end(trainer=run.trainer, step=step, metrics=metrics, samples=logged)
     return metrics

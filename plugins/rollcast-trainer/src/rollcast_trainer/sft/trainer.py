@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import SftLoss
 from rollcast_trainer.batch.balance import row_lengths
 from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.run.data import val_batches
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage
 from rollcast_trainer.run.supply import Place
-from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import SftConfig
 from rollcast_trainer.workers.actor import ActorRolloutRefWorker
 from rollcast_trainer.workers.roles import Role
@@ -23,17 +25,15 @@ from rollcast_trainer.workers.roles import Role
 __all__ = ["SftTrainer", "UpdateSupervised"]
 
 
-class UpdateSupervised(Stage):
+class UpdateSupervised(TrainingStage):
     """Stage that takes one optimizer step on the batch's responses."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "update_actor"
     spec: ClassVar[StageSpec] = StageSpec(reads=MODEL, roles=(Role.ACTOR_ROLLOUT,))
 
-    def configure(self, role: str, setup: Any) -> Any:
+    def needs(self) -> Sequence[ModelNeeds]:
         # The rollout's temperature must not scale the logits of a supervised loss.
-        settings = replace(setup.forward, temperature=1.0)
-        return replace(setup, loss_function=SftLoss(), forward=settings, infer=settings)
+        return [ModelNeeds(Role.ACTOR_ROLLOUT, loss_function=SftLoss(), temperature=1.0)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         rows, start = batch.select(model_columns(batch)), time.perf_counter()
@@ -52,10 +52,11 @@ class SftTrainer(LoopTrainer):
 
     schema = SftConfig
 
-    def build_stages(self) -> list[tuple[Place, Stage]]:
-        place = Place("update_supervised", UpdateSupervised.spec, "goal of the trainer")
-        return [(place, UpdateSupervised(self.run))]
+    @classmethod
+    def list_stages(cls, settings: RunSettings) -> list[Place]:  # noqa: ARG003  # the same for every run
+        return [Place("update_supervised", UpdateSupervised.spec, "goal of the trainer", UpdateSupervised)]
 
-    def load_val_batches(self) -> list[DataProto]:
+    @classmethod
+    def val_batches(cls, settings: RunSettings) -> list[DataProto]:
         """Return the prompts of supervised rows; each generated response is compared with the row's own response."""
-        return self.task.val_batches("prompts", ground_truth_key=self.task.data.response_key)
+        return val_batches(settings, "prompts", ground_truth_key=settings.data.response_key)

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from rollcast.contracts.algorithm import (
     AdvantageEstimator,
     AdvantageInputs,
+    AdvantageOutputs,
     advantages,
+    check_columns,
+    check_options,
+    check_type,
     needs_of,
-    try_estimator,
 )
 from rollcast.contracts.engine import engines
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.advantages import WHITEN_EPSILON
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import without_advantage
 from rollcast_trainer.batch.rollouts import FINAL, ROLLOUT, JoinedRollouts, rollouts_of
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import TrainingStage
 from rollcast_trainer.stages.policy_gap import correction_of
 
 __all__ = ["Advantage", "estimate_advantages", "estimate_rollout_advantages"]
@@ -38,49 +43,39 @@ _ROLLOUT = (ROLLOUT, FINAL, "turn_ids")
 _CAPABILITIES = {"sum_pi_squared": ("actor", "sum_pi_squared"), "values": ("critic", "value_model")}
 
 
-class Advantage(Stage):
+class Advantage(TrainingStage):
     """Stage that writes ``advantages`` and ``returns``, jagged float32, with the estimator
     ``algorithm.adv_estimator``.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "advantage"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec:
-        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        algorithm: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
         name = algorithm.adv_estimator
         estimator = advantages.get(name)
         needs = needs_of(estimator)
-        if needs.compares_samples and run.task.rollout.n < 2:
+        if needs.compares_samples and settings.rollout.n < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
-                f"but rollout.n is {run.task.rollout.n}; set rollout.n to 2 or more"
+                f"but rollout.n is {settings.rollout.n}; set rollout.n to 2 or more"
             )
         for column, (section, capability) in _CAPABILITIES.items():
-            engine = run.task.role_engine(section).name
+            engine = settings.role_engine(section).name
             if column in needs.columns and not getattr(engines.get(engine).capabilities, capability):
                 raise CapabilityError(
                     f"algorithm.adv_estimator={name} needs {column}, which {section}.engine.name={engine} lacks"
                 )
-        try_estimator(
-            estimator,
-            f"algorithm.adv_estimator={name} of {advantages.find(name)}",
-            run.task.rollout.n,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            options=algorithm.adv_kwargs,
-            whiten=not (needs.by_group and needs.whitens),
-        )
-        weights = ["rollout_is_weights"] if correction_of(run).rollout_is is not None else []
+        check_options(estimator, algorithm.adv_kwargs, "algorithm.adv_kwargs")
+        weights = ["rollout_is_weights"] if correction_of(settings).rollout_is is not None else []
         return StageSpec(
             reads=("token_level_rewards", "response_mask", "uid", *sorted(needs.columns), *weights),
             optional=("old_log_probs", *_ROLLOUT, *sorted(needs.optional)),
             writes=("advantages", "returns"),
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         self._estimator = advantages.get(self._algorithm.adv_estimator)
@@ -98,7 +93,7 @@ class Advantage(Stage):
             targets = returns.values[inside]
             left = (targets - Jagged.of(read["values"]).values[inside]).var()
             self.run.record({"critic/explained_variance": float(1 - left / targets.var().clamp(min=1e-8))})
-        self.run.emit_batch("on_batch_after_advantage", result)
+        self.run.emit_batch(self.run.hook.on_batch_after_advantage, result)
         return result
 
 
@@ -168,7 +163,7 @@ def estimate_advantages(
         picked = mask.positions(rows)
         cut = {name: picked.with_values(column.values[picked.values]).pad() for name, column in flat.items()}
         part = {name: column[rows] for name, column in columns.items() if name not in flat} | cut
-        output = estimator(
+        output: Any = estimator(
             AdvantageInputs(
                 token_level_rewards=cut["token_level_rewards"],
                 response_mask=cut["response_mask"].long(),
@@ -182,6 +177,9 @@ def estimate_advantages(
                 batch_scores=scores,
             )
         )
+        check_type(estimator, output, AdvantageOutputs)
+        returned = {"advantages": output.advantages, "returns": output.returns}
+        check_columns(estimator, returned, cut["response_mask"])
         # Most outcome estimators return the same tensor for advantages and returns; it is then whitened once for both.
         parts = (output.advantages,) if output.returns is output.advantages else (output.advantages, output.returns)
         estimates = estimates or [torch.zeros(len(mask.values)) for _ in parts]

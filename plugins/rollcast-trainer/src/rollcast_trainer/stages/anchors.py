@@ -6,17 +6,16 @@ from typing import ClassVar
 
 import torch
 
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.protocol import DataProto, Jagged
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.setups import TrainingStage
 
 __all__ = ["AnchorStates", "find_anchors"]
 
 
-class AnchorStates(Stage):
+class AnchorStates(TrainingStage):
     """Stage that writes ``anchor_ids``, jagged int64: the number of the observation that a token's turn responds to."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "advantage"
     spec: ClassVar[StageSpec] = StageSpec(
         reads=("prompts", "responses", "response_mask", "turn_ids"), writes=("anchor_ids",), after=("filter_groups",)

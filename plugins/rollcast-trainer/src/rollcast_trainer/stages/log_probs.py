@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
+
+from omegaconf import OmegaConf
 
 from rollcast.contracts.engine import engines
 from rollcast.contracts.rollout import ROUTED_EXPERTS
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_trainer.batch.columns import MODEL, POLICY_GAP, model_columns
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage
 from rollcast_trainer.stages.policy_gap import (
     KEPT,
     acts,
@@ -34,14 +37,14 @@ __all__ = [
     "RolloutCorrection",
     "add_old_log_probs",
     "compute_log_prob",
-    "configure_reference",
+    "reference_needs",
 ]
 
 
-def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
+def add_old_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Return the batch with ``old_log_probs`` and further columns if a stage reads them; record the log-prob gap."""
-    records = routes_of(run) == "actor"
-    asked = {**{name: run.is_read(name) for name in ("sum_pi_squared", "entropy")}, ROUTED_EXPERTS: records}
+    records = routes_of(run.settings) == "actor"
+    asked = {**{name: run.settings.is_read(name) for name in ("sum_pi_squared", "entropy")}, ROUTED_EXPERTS: records}
     writes = ["old_log_probs", *(name for name, wanted in asked.items() if wanted)]
     if records and ROUTED_EXPERTS in batch:
         batch = batch.drop([ROUTED_EXPERTS])  # recorded by the rollout
@@ -50,7 +53,7 @@ def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
     return batch.joined(output.select(writes))
 
 
-def compute_log_prob(run: TrainingRun, batch: DataProto, writes: Iterable[str] = ("old_log_probs",)) -> DataProto:
+def compute_log_prob(run: Run, batch: DataProto, writes: Iterable[str] = ("old_log_probs",)) -> DataProto:
     """Return ``old_log_probs`` of the policy, jagged float32, and further columns that the setup asks for.
 
     If the batch has ``rollout_log_probs``, the columns ``POLICY_GAP`` (float32 ``[B]``) are returned too; they hold the
@@ -62,47 +65,45 @@ def compute_log_prob(run: TrainingRun, batch: DataProto, writes: Iterable[str] =
     return run.actor.infer(ActorRolloutRefWorker.compute_log_prob, rows, columns)
 
 
-class OldLogProb(Stage):
+class OldLogProb(TrainingStage):
     """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared``, ``entropy`` and ``routed_experts``
     if needed.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec:
-        bypasses = correction_of(run).bypass_mode
-        others = bypasses or rollout_log_probs_serve(run)
-        gives = run.task.engine_class.capabilities.sum_pi_squared
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        bypasses = correction_of(settings).bypass_mode
+        others = bypasses or rollout_log_probs_serve(settings)
+        gives = settings.engine_class.capabilities.sum_pi_squared
         return StageSpec(
             reads=("rollout_log_probs",),
             writes=(
                 *([] if others else ["old_log_probs"]),
                 *(["sum_pi_squared"] if gives else []),
                 "entropy",
-                *([ROUTED_EXPERTS] if routes_of(run) == "actor" else []),
+                *([ROUTED_EXPERTS] if routes_of(settings) == "actor" else []),
             ),
             roles=(Role.ACTOR_ROLLOUT,),
             after=("filter_groups",),
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._writes_old = "old_log_probs" in self.declare(run).writes
+        self._writes_old = "old_log_probs" in self.declare(run.settings).writes
 
-    def configure(self, role: str, setup: Any) -> Any:
-        if role != Role.ACTOR_ROLLOUT:
-            return setup
-        squared, records = self.run.is_read("sum_pi_squared"), routes_of(self.run) == "actor"
-        return replace(setup, infer=replace(setup.infer, calculate_sum_pi_squared=squared, record_routing=records))
+    def needs(self) -> Sequence[ModelNeeds]:
+        settings = self.run.settings
+        squared, records = settings.is_read("sum_pi_squared"), routes_of(settings) == "actor"
+        return [ModelNeeds(Role.ACTOR_ROLLOUT, sum_pi_squared=squared, routing=records)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         with_old = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)
         return with_old if self._writes_old else with_old.joined(batch.select(["old_log_probs"]), overwrite=True)
 
 
-def _refuse_cut_distributions(run: TrainingRun) -> None:
+def _refuse_cut_distributions(settings: RunSettings) -> None:
     """Check that ``bypass_mode`` may use the rollout's log-probs as the policy's.
 
     It may not if top-p or a similar key truncates the distribution: the rollout's log-probs are then renormalized to
@@ -111,9 +112,9 @@ def _refuse_cut_distributions(run: TrainingRun) -> None:
     Raises:
         ConfigError: a key of the rollout changes the distribution; the message names it.
     """
-    cuts = cut_keys(configured_sampling(run.task.rollout, 1))
+    cuts = cut_keys(configured_sampling(settings.rollout, 1))
     if cuts:
-        values = ", ".join(f"rollout.{name}={getattr(run.task.rollout, name)}" for name in cuts)
+        values = ", ".join(f"rollout.{name}={getattr(settings.rollout, name)}" for name in cuts)
         raise ConfigError(
             "algorithm.rollout_correction.bypass_mode uses the rollout's log-probs as the policy's, but with "
             f"{values} they belong to another distribution; leave these keys at their defaults, or set "
@@ -121,30 +122,29 @@ def _refuse_cut_distributions(run: TrainingRun) -> None:
         )
 
 
-class RolloutCorrection(Stage):
+class RolloutCorrection(TrainingStage):
     """Stage that weights and rejects tokens by the gap between the log-probs of rollout and actor.
 
     With ``bypass_mode`` this stage also decides, from the gap that was last measured, whether the step computes
     ``old_log_probs`` or uses the rollout's. The gap is saved in checkpoints.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        config = correction_of(run)
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        config = correction_of(settings)
         if not acts(config):
             return None
         columns = correction_columns(config)
         if config.bypass_mode:
-            _refuse_cut_distributions(run)
+            _refuse_cut_distributions(settings)
             return StageSpec(reads=("rollout_log_probs",), writes=("old_log_probs", *columns), roles=("actor_rollout",))
         return StageSpec(reads=("rollout_log_probs", "old_log_probs"), writes=columns)
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._config = correction_of(run)
+        self._config = correction_of(run.settings)
         self._last_gap: float | None = None
         self._steps_since = 0
 
@@ -192,52 +192,43 @@ class RolloutCorrection(Stage):
         self._last_gap, self._steps_since = state["last_gap"], int(state["steps_since"])
 
 
-def configure_reference(run: TrainingRun, role: str, setup: Any) -> Any:
-    """Return the setup of the reference's workers, offloaded between passes if ``ref.engine.param_offload`` is set.
-
-    Raises:
-        CapabilityError: the engine cannot move its weights.
-    """
-    if role != Role.REF:
-        return setup
-    check_offload(run)
-    rows = run.task.actor.log_prob_micro_batch_size_per_gpu or setup.infer.micro_batch_size_per_gpu
-    infer = replace(setup.infer, micro_batch_size_per_gpu=rows)
-    return replace(setup, infer=infer, offload_reference=_offloads(run), model=run.task.model)
+def reference_needs(settings: RunSettings) -> ModelNeeds:
+    """Return the needs of passes through the reference."""
+    return ModelNeeds(
+        Role.REF, micro_batch_size=settings.actor.log_prob_micro_batch_size_per_gpu, offload=_offloads(settings)
+    )
 
 
-def _offloads(run: TrainingRun) -> bool:
-    from omegaconf import OmegaConf
-
-    return bool(OmegaConf.select(run.config, "ref.engine.param_offload", default=False))
+def _offloads(settings: RunSettings) -> bool:
+    return bool(OmegaConf.select(settings.config, "ref.engine.param_offload", default=False))
 
 
-def check_offload(run: TrainingRun) -> None:
+def check_offload(settings: RunSettings) -> None:
     """Check that the reference's engine can offload if ``ref.engine.param_offload`` is set.
 
     Raises:
         CapabilityError: it cannot; the message names the engine.
     """
-    name = run.task.role_engine("ref").name
-    if _offloads(run) and not engines.get(name).capabilities.offload:
+    name = settings.role_engine("ref").name
+    if _offloads(settings) and not engines.get(name).capabilities.offload:
         raise CapabilityError(f"ref.engine.param_offload is true, but the engine {name} cannot move its weights")
 
 
-class RefLogProb(Stage):
+class RefLogProb(TrainingStage):
     """Stage that writes ``ref_log_prob``, jagged float32: log-probs under the reference policy."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "ref_log_prob"
     spec: ClassVar[StageSpec] = StageSpec(
         reads=MODEL, writes=("ref_log_prob",), roles=(Role.REF,), after=("filter_groups",)
     )
 
-    def __init__(self, run: TrainingRun) -> None:
-        super().__init__(run)
-        check_offload(run)
+    @classmethod
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        check_offload(settings)
+        return cls.spec
 
-    def configure(self, role: str, setup: Any) -> Any:
-        return configure_reference(self.run, role, setup)
+    def needs(self) -> Sequence[ModelNeeds]:
+        return [reference_needs(self.run.settings)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         reference, rows = self.run.role_group(Role.REF), batch.select(model_columns(batch))

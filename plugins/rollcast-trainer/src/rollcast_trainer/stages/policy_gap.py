@@ -8,8 +8,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_serving.contracts.weight_sync import weight_syncs
 from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_trainer.batch.columns import POLICY_GAP
-from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.settings import RunSettings
 
 __all__ = [
     "KEPT",
@@ -26,29 +25,29 @@ KEPT = "kept_mask"
 """Jagged column: the response mask without the tokens that the correction rejected."""
 
 
-def correction_of(run: TrainingRun) -> RolloutCorrectionConfig:
+def correction_of(settings: RunSettings) -> RolloutCorrectionConfig:
     """Return the run's correction; by default it weights tokens that may be older than their step, or that the rollout
     samples in another precision than the actor's.
     """
-    config: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-    return config.rollout_correction.resolved(is_off_policy=run.max_staleness > 0 or precision_differs(run.task))
+    config: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
+    return config.rollout_correction.resolved(is_off_policy=settings.max_staleness > 0 or precision_differs(settings))
 
 
-def precision_differs(task: TaskRunner) -> bool:
+def precision_differs(settings: RunSettings) -> bool:
     """Return True if the configuration says that replicas compute in another precision than the actor.
 
     A dtype that only the engine or the model's folder knows does not count. Stages are chosen before a run writes or
     trains its first model, and a resumed run must choose the same.
     """
-    if not task.uses_replicas:
+    if not settings.uses_replicas:
         return False
     # vLLM and SGLang both call their own option so.
-    engine_option = getattr(task.rollout, "engine_kwargs", {}).get("quantization")
-    if task.rollout.quantization is not None or engine_option is not None:
+    engine_option = getattr(settings.rollout, "engine_kwargs", {}).get("quantization")
+    if settings.rollout.quantization is not None or engine_option is not None:
         return True
-    if not hasattr(task.rollout, "dtype"):
+    if not hasattr(settings.rollout, "dtype"):
         return False
-    return task.rollout_dtype not in (None, task.engine_class.compute_dtype(task.engine))
+    return settings.rollout_dtype not in (None, settings.engine_class.compute_dtype(settings.engine))
 
 
 def acts(config: RolloutCorrectionConfig) -> bool:
@@ -66,47 +65,46 @@ def correction_columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     return (KEPT, *(["rollout_is_weights"] if config.rollout_is is not None else []))
 
 
-def rollout_log_probs_serve(run: TrainingRun) -> bool:
+def rollout_log_probs_serve(settings: RunSettings) -> bool:
     """Return True if the rollout's log-probs equal the policy's, so that they can serve as ``old_log_probs``.
 
     This holds if the rollout shares the actor's weights in its process, samples at the temperature of the update, and
     does not truncate the distribution.
     """
-    task, rollout = run.task, run.task.rollout
-    if task.actor.log_prob_check_rows < 0 or acts(correction_of(run)):
+    rollout = settings.rollout
+    if settings.actor.log_prob_check_rows < 0 or acts(correction_of(settings)):
         return False
-    if task.actor.router_replay.mode == "R2":
+    if settings.actor.router_replay.mode == "R2":
         return False  # the pass for old log-probs also records the experts to replay
     same_process = bool(weight_syncs.get(rollout.weight_sync).capabilities.same_process)
     return same_process and rollout.temperature > 0 and not cut_keys(configured_sampling(rollout, 1))
 
 
-def routes_of(run: TrainingRun) -> str:
+def routes_of(settings: RunSettings) -> str:
     """Return the name of the recorder of the experts that the run replays: ``rollout``, ``actor``, or "" for none.
 
     Raises:
         ConfigError: the keys of the replay do not fit together; the message names them.
         CapabilityError: the rollout cannot record the experts, or the engine cannot replay them.
     """
-    task = run.task
-    mode, records = task.actor.router_replay.mode, task.rollout.enable_rollout_routing_replay
-    if records and not task.rollout_class.capabilities.routing_replay:
+    mode, records = settings.actor.router_replay.mode, settings.rollout.enable_rollout_routing_replay
+    if records and not settings.rollout_class.capabilities.routing_replay:
         raise CapabilityError(
-            f"rollout.enable_rollout_routing_replay is true, but rollout.name={task.rollout.name} cannot record the "
-            "experts of its tokens (capabilities.routing_replay); use rollout=hf, sglang or vllm, or "
+            f"rollout.enable_rollout_routing_replay is true, but rollout.name={settings.rollout.name} cannot record "
+            "the experts of its tokens (capabilities.routing_replay); use rollout=hf, sglang or vllm, or "
             "actor.router_replay.mode=R2"
         )
-    if mode != "disabled" and not task.engine_class.capabilities.routing_replay:
+    if mode != "disabled" and not settings.engine_class.capabilities.routing_replay:
         raise CapabilityError(
-            f"actor.router_replay.mode is {mode}, but engine={task.engine.name} cannot replay the experts of a mixture "
-            "(capabilities.routing_replay); set it to disabled, or use engine=fsdp or engine=megatron"
+            f"actor.router_replay.mode is {mode}, but engine={settings.engine.name} cannot replay the experts of a "
+            "mixture (capabilities.routing_replay); set it to disabled, or use engine=fsdp or engine=megatron"
         )
     if mode == "R3" and not records:
         raise ConfigError(
             "actor.router_replay.mode is R3, which replays the rollout's experts, but "
             "rollout.enable_rollout_routing_replay is false; set it to true"
         )
-    if mode == "R2" and correction_of(run).bypass_mode:
+    if mode == "R2" and correction_of(settings).bypass_mode:
         raise ConfigError(
             "actor.router_replay.mode is R2, which replays the experts of the pass for old log-probs, but "
             "algorithm.rollout_correction.bypass_mode leaves that pass out; use R3, or set bypass_mode=false"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from rollcast.contracts.algorithm import (
     REWARD_COMPONENT,
+    check_columns,
     kl_penalties,
     needs_vocabulary,
-    try_kl_penalty,
 )
 from rollcast.contracts.reward import MAX_REWARD
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
@@ -25,7 +24,9 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_rewards.scoring import Scored
 from rollcast_trainer.batch.columns import MODEL, refuse_images
 from rollcast_trainer.batch.groups import groups_that_differ, join_groups, mean_interval
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage
 from rollcast_trainer.schemas import RewardModelConfig
 from rollcast_trainer.workers.reward_model import RewardModelWorker, check_reward_model
 from rollcast_trainer.workers.roles import Role
@@ -39,29 +40,27 @@ _FILTERED = "filter_groups_score"
 _SHAPING = "overlong_penalty"
 
 
-class RewardModelScores(Stage):
+class RewardModelScores(TrainingStage):
     """Stage that writes ``rm_scores``, float32 ``[B]``: the reward model's score of each response."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "reward"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        if not run.section("reward_model", RewardModelConfig).enable:
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        config: RewardModelConfig = settings.section("reward_model", RewardModelConfig)
+        if not config.enable:
             return None
+        check_reward_model(config.model.path)
         return StageSpec(reads=MODEL, writes=("rm_scores",), roles=(Role.REWARD_MODEL,), is_recorded=True)
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._config: RewardModelConfig = run.section("reward_model", RewardModelConfig)
         self._path = check_reward_model(self._config.model.path)
 
-    def configure(self, role: str, setup: Any) -> Any:
-        if role != Role.REWARD_MODEL:
-            return setup
-        rows = self._config.micro_batch_size_per_gpu or self.run.task.actor.log_prob_micro_batch_size_per_gpu
-        infer = replace(setup.infer, micro_batch_size_per_gpu=rows or setup.infer.micro_batch_size_per_gpu)
-        return replace(setup, model=replace(setup.model, path=self._path, random_init=False), infer=infer)
+    def needs(self) -> Sequence[ModelNeeds]:
+        rows = self._config.micro_batch_size_per_gpu or self.run.settings.actor.log_prob_micro_batch_size_per_gpu
+        return [ModelNeeds(Role.REWARD_MODEL, path=self._path, micro_batch_size=rows)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         refuse_images(batch, "a reward model")
@@ -77,19 +76,18 @@ def model_metrics(scores: torch.Tensor) -> dict[str, float]:
     return {"reward/model_mean": float(usable.mean())} if len(usable) else {}
 
 
-class Reward(Stage):
+class Reward(TrainingStage):
     """Stage that writes ``token_level_scores``, jagged float32: the score of each response at its last token.
 
     With ``reward.on_error=drop`` rows whose reward failed leave the batch.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "reward"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec:
-        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-        has_model = run.section("reward_model", RewardModelConfig).enable
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        algorithm: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
+        has_model = settings.section("reward_model", RewardModelConfig).enable
         filters = algorithm.filter_groups.enable
         rewards = [] if algorithm.use_kl_in_reward else ["token_level_rewards"]
         return StageSpec(
@@ -100,7 +98,7 @@ class Reward(Stage):
             is_recorded=True,
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         self._model: RewardModelConfig = run.section("reward_model", RewardModelConfig)
@@ -115,7 +113,7 @@ class Reward(Stage):
         columns = {"token_level_scores": scores}
         if not self._algorithm.use_kl_in_reward:
             columns["token_level_rewards"] = scores
-        if self.run.is_read(REWARD_COMPONENT):
+        if self.run.settings.is_read(REWARD_COMPONENT):
             columns |= {REWARD_COMPONENT + name: values for name, values in scored.components().items()}
         if self._algorithm.filter_groups.enable:
             columns[_FILTERED] = filtered_scores(scored, self._algorithm.filter_groups.metric)
@@ -128,7 +126,7 @@ class Reward(Stage):
         judged = self.run.scorer.take_metrics()
         self.run.record({**scored.metrics("reward"), **spread, "reward/accuracy": scored.accuracy, **judged})
         if not self._algorithm.filter_groups.enable:
-            self.run.emit_batch("on_batch_after_reward", batch)
+            self.run.emit_batch(self.run.hook.on_batch_after_reward, batch)
         return batch
 
     @staticmethod
@@ -161,30 +159,28 @@ def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
     return scored.of_rollouts(components[metric])
 
 
-class FilterGroups(Stage):
+class FilterGroups(TrainingStage):
     """Stage that keeps groups with differing scores, and samples further prompts to replace the others.
 
     Metrics of sampling and reward describe the first batch only; ``rollout/gen_batches`` and ``rollout/kept_groups``
     count generated batches and kept groups.
     """
 
-    run: TrainingRun
-
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        algorithm: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
         if not algorithm.filter_groups.enable:
             return None
         return StageSpec(
             reads=("uid", "response_mask", _FILTERED), after=("reward",), changes_rows=True, is_recorded=True
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._limit = run.section("algorithm", AlgorithmConfig).filter_groups.max_num_gen_batches
 
     def __call__(self, batch: DataProto) -> DataProto:
-        wanted = self.run.task.data.train_batch_size
+        wanted = self.run.settings.data.train_batch_size
         batches: list[DataProto] = []
         current, groups, count = batch, 0, 0
         while True:
@@ -199,46 +195,55 @@ class FilterGroups(Stage):
             groups += len(differing["uid"].unique())
             if groups >= wanted or count >= self._limit:
                 break
-            current = self.run.resample(self)
+            current = self._refill()
         self.run.record({"rollout/gen_batches": float(count), "rollout/kept_groups": float(min(groups, wanted))})
         if groups:
             batch = join_groups(batches, wanted)
         else:
             logger.warning("step %d: no group of %d batches has scores that differ", self.run.step, count)
-        self.run.emit_batch("on_batch_after_reward", batch)
+        self.run.emit_batch(self.run.hook.on_batch_after_reward, batch)
+        return batch
+
+    def _refill(self) -> DataProto:
+        """Return the rows of further prompts as they reach this stage; their metrics do not count."""
+        run = self.run
+        batch = run.draw_prompts()
+        with run.recorder.muted():
+            for place, stage in zip(run.settings.places, run.stages, strict=True):
+                if stage is self:
+                    break
+                batch = run.run_stage(place, stage, batch)
         return batch
 
 
-class KlInReward(Stage):
+class KlInReward(TrainingStage):
     """Stage that writes ``token_level_rewards``, jagged float32: the scores minus ``coefficient * penalty`` at each
     token.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "advantage"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        algorithm = run.section("algorithm", AlgorithmConfig)
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        algorithm: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
         if not algorithm.use_kl_in_reward:
             return None
         name = algorithm.kl_penalty
-        penalty = kl_penalties.find(name, "algorithm.kl_penalty")
-        try_kl_penalty(kl_penalties.get(name), f"algorithm.kl_penalty={name} of {penalty}")
+        penalty = kl_penalties.get(name, requested_by="algorithm.kl_penalty")
+        if needs_vocabulary(penalty):
+            raise CapabilityError(
+                f"algorithm.kl_penalty={name} needs the log-probs of the whole vocabulary; in the reward only "
+                "penalties of the sampled tokens are possible, such as k1"
+            )
         return StageSpec(
             reads=("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob"),
             writes=("token_level_rewards",),
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
         algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-        self._penalty = kl_penalties.get(algorithm.kl_penalty, "algorithm.kl_penalty")
-        if needs_vocabulary(self._penalty):
-            raise CapabilityError(
-                f"algorithm.kl_penalty={algorithm.kl_penalty} needs the log-probs of the whole vocabulary; in the "
-                "reward only penalties of the sampled tokens are possible, such as k1"
-            )
+        self._penalty = kl_penalties.get(algorithm.kl_penalty)
         settings = KlControllerSettings(algorithm.kl_coef, algorithm.target_kl, algorithm.horizon)
         self._controller = kl_controllers.get(algorithm.kl_controller)(settings)
 
@@ -252,7 +257,9 @@ class KlInReward(Stage):
             Jagged.of(log_probs[name]).values.masked_fill(~inside, 0.0).unsqueeze(0)
             for name in ("old_log_probs", "ref_log_prob")
         )
-        penalty = self._penalty(old, ref).squeeze(0).masked_fill(~inside, 0.0)
+        estimate = self._penalty(old, ref)
+        check_columns(self._penalty, {"estimates": estimate}, old)
+        penalty = estimate.squeeze(0).masked_fill(~inside, 0.0)
         coefficient = self._controller.value
         mean = float(penalty.sum()) / max(float(inside.sum()), 1.0)
         if math.isfinite(mean):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from rollcast.contracts.rollout import MULTI_MODAL_DATA, ROUTED_EXPERTS
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.manager import Stragglers
@@ -25,7 +25,9 @@ from rollcast_trainer.run.background_rollouts import (
     refuse_without_replicas,
     replicas_of,
 )
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import TrainingStage
 from rollcast_trainer.stages.log_probs import compute_log_prob
 from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve, routes_of
 from rollcast_trainer.workers.roles import Role
@@ -33,21 +35,20 @@ from rollcast_trainer.workers.roles import Role
 __all__ = ["LogProbCheck", "RewardBaselines", "Rollout"]
 
 
-class Rollout(Stage):
+class Rollout(TrainingStage):
     """Stage that generates ``rollout.n`` responses for each prompt; rows of a prompt share a ``uid`` (int64
     ``[B]``).
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "generate"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec:
-        refuse_without_replicas(run)
-        _refuse_stragglers(run)
-        serves = rollout_log_probs_serve(run)
-        routes = [ROUTED_EXPERTS] if routes_of(run) == "rollout" else []
-        checks = serves and run.task.actor.log_prob_check_rows > 0
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        refuse_without_replicas(settings)
+        _refuse_stragglers(settings)
+        serves = rollout_log_probs_serve(settings)
+        routes = [ROUTED_EXPERTS] if routes_of(settings) == "rollout" else []
+        checks = serves and settings.actor.log_prob_check_rows > 0
         return StageSpec(
             reads=PROMPT,
             writes=(*GENERATED, *(["old_log_probs"] if serves else []), *routes),
@@ -56,18 +57,18 @@ class Rollout(Stage):
             is_recorded=True,
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._serves = rollout_log_probs_serve(run)
-        stragglers = run.task.rollout.stragglers
+        self._serves = rollout_log_probs_serve(run.settings)
+        stragglers = run.settings.rollout.stragglers
         self._stragglers = Stragglers(stragglers.share, stragglers.grace_s) if stragglers.share else None
-        self._background = BackgroundRollouts(run, self._roll_out) if run.max_staleness else None
+        self._background = BackgroundRollouts(run, self._roll_out) if run.settings.max_staleness else None
 
     def __call__(self, batch: DataProto) -> DataProto:
         start = time.perf_counter()
         if self._background is None:
             prompts = batch.with_columns({"uid": torch.arange(len(batch))})
-            rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
+            rows = prompts.repeat(self.run.settings.rollout.n, interleave=True)
             generated = self.run.respond(rows, self.run.sampling(), self._stragglers)
         else:
             generated = DataProto.concat(list(numbered([group.result for group in self._background.take()])))
@@ -86,7 +87,7 @@ class Rollout(Stage):
                 **self.run.sampler.take_metrics(),
             }
         )
-        self.run.emit_batch("on_batch_after_rollout", generated)
+        self.run.emit_batch(self.run.hook.on_batch_after_rollout, generated)
         return generated
 
     async def _roll_out(self, group: PromptGroup) -> DataProto:
@@ -105,30 +106,29 @@ class Rollout(Stage):
             self._background.load_state_dict(state)
 
 
-def _refuse_stragglers(run: TrainingRun) -> None:
+def _refuse_stragglers(settings: RunSettings) -> None:
     """Check that the rollout can cut responses if ``rollout.stragglers.share`` is set.
 
     Raises:
         CapabilityError: it cannot; the message names the keys.
     """
-    task, share = run.task, run.task.rollout.stragglers.share
-    if share and not (task.uses_replicas and task.rollout_class.capabilities.abort):
+    rollout, share = settings.rollout, settings.rollout.stragglers.share
+    if share and not (settings.uses_replicas and settings.rollout_class.capabilities.abort):
         raise CapabilityError(
-            f"rollout.stragglers.share={share:g} cuts responses at replicas, but rollout.name={task.rollout.name} with "
-            f"rollout.weight_sync={task.rollout.weight_sync} cannot abort single ones (capabilities.abort); choose a "
+            f"rollout.stragglers.share={share:g} cuts responses at replicas, but rollout.name={rollout.name} with "
+            f"rollout.weight_sync={rollout.weight_sync} cannot abort single ones (capabilities.abort); choose a "
             "weight sync that sends to replicas, such as shared_memory, or leave the key out"
         )
 
 
-class LogProbCheck(Stage):
+class LogProbCheck(TrainingStage):
     """Stage that measures the log-prob gap between rollout and actor, and the entropy, on some rows of the batch."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
     spec: ClassVar[StageSpec] = StageSpec(reads=("rollout_log_probs",), roles=(Role.ACTOR_ROLLOUT,))
 
     def __call__(self, batch: DataProto) -> DataProto:
-        count = min(self.run.task.actor.log_prob_check_rows, len(batch))
+        count = min(self.run.settings.actor.log_prob_check_rows, len(batch))
         # Rows of different prompts; a deterministic choice, so that a resumed run selects the same.
         rows = batch.select_idxs(torch.arange(count) * len(batch) // max(count, 1))
         output, tokens = compute_log_prob(self.run, rows), int(Jagged.of(rows["response_mask"]).values.sum())
@@ -136,10 +136,9 @@ class LogProbCheck(Stage):
         return batch
 
 
-class RewardBaselines(Stage):
+class RewardBaselines(TrainingStage):
     """Stage that writes ``reward_baselines``, float32 ``[B]``: the score of a greedy response to each row's prompt."""
 
-    run: TrainingRun
     phase: ClassVar[str] = "baseline"
     spec: ClassVar[StageSpec] = StageSpec(
         reads=("uid", "prompts"),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage
 from rollcast_trainer.schemas import RefConfig
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["SyncReference"]
 
 
-class SyncReference(Stage):
+class SyncReference(TrainingStage):
     """Stage that mixes the policy into the reference after every ``ref.ref_model_sync_steps`` steps.
 
     ::
@@ -26,18 +27,17 @@ class SyncReference(Stage):
     Source: Gorbatovski et al. 2024, Learn Your Reference Model for Real Good Alignment, arXiv:2404.09656 (TR-DPO).
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "sync_reference"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec | None:
-        if not run.section("ref", RefConfig).sync_ref_model:
+    def declare(cls, settings: RunSettings) -> StageSpec | None:
+        if not settings.section("ref", RefConfig).sync_ref_model:
             return None
-        _check(run)
+        _check(settings)
         return StageSpec(roles=(Role.ACTOR_ROLLOUT, Role.REF), after=("update_actor",))
 
-    def configure(self, role: str, setup: Any) -> Any:
-        return replace(setup, reference_moves=True) if role == Role.REF else setup
+    def needs(self) -> Sequence[ModelNeeds]:
+        return [ModelNeeds(Role.REF, moves=True)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         config: RefConfig = self.run.section("ref", RefConfig)
@@ -48,31 +48,31 @@ class SyncReference(Stage):
         return batch
 
 
-def _check(run: TrainingRun) -> None:
+def _check(settings: RunSettings) -> None:
     """Check that the reference is a copy of the model beside the actor, which the engine can move.
 
     Raises:
         ConfigError: no KL uses the reference, it is elsewhere, or the actor trains an adapter.
         CapabilityError: the engine cannot mix weights.
     """
-    task, key = run.task, "ref.sync_ref_model is true, which moves the reference's weights towards the policy's"
-    algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-    if not task.actor.use_kl_loss and not algorithm.use_kl_in_reward:
+    key = "ref.sync_ref_model is true, which moves the reference's weights towards the policy's"
+    algorithm: AlgorithmConfig = settings.section("algorithm", AlgorithmConfig)
+    if not settings.actor.use_kl_loss and not algorithm.use_kl_in_reward:
         raise ConfigError(
             f"{key}, but nothing reads the reference; set actor.use_kl_loss=true or algorithm.use_kl_in_reward=true"
         )
-    if task.model.trains_adapter:
+    if settings.model.trains_adapter:
         raise ConfigError(
-            f"{key}, but with model.lora_rank={task.model.lora_rank} the reference is the model without its adapter; "
-            "train the whole model, or set ref.sync_ref_model=false"
+            f"{key}, but with model.lora_rank={settings.model.lora_rank} the reference is the model without its "
+            "adapter; train the whole model, or set ref.sync_ref_model=false"
         )
-    if task.has_own_pool(Role.REF) or task.role_engine("ref") != task.engine:
+    if settings.has_own_pool(Role.REF) or settings.role_engine("ref") != settings.engine:
         raise ConfigError(
             f"{key} in one process, but the reference has a pool or an engine of its own; remove ref from "
             "placement.mapping and from the keys ref.engine.*, except param_offload"
         )
-    if not task.engine_class.capabilities.weight_mixing:
+    if not settings.engine_class.capabilities.weight_mixing:
         raise CapabilityError(
-            f"{key}, but actor.engine.name={task.engine.name} cannot mix weights (capabilities.weight_mixing); use "
+            f"{key}, but actor.engine.name={settings.engine.name} cannot mix weights (capabilities.weight_mixing); use "
             "engine=fsdp, or set ref.sync_ref_model=false"
         )

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from rollcast.contracts.algorithm import (
-    Denominators,
+    check_options,
     kl_penalties,
     loss_aggregations,
     needs_of,
     needs_vocabulary,
     policy_losses,
-    try_kl_penalty,
-    try_loss_aggregation,
-    try_policy_loss,
 )
-from rollcast.contracts.engine import LossInputs
 from rollcast.contracts.rollout import ROUTED_EXPERTS
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.entropy_controller import AdaptiveEntropyController
@@ -30,9 +25,11 @@ from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
 from rollcast_trainer.batch.columns import MODEL, model_columns
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
-from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.run import Run
+from rollcast_trainer.run.settings import RunSettings
+from rollcast_trainer.run.setups import ModelNeeds, TrainingStage
 from rollcast_trainer.schemas import PpoActorConfig, RefConfig
-from rollcast_trainer.stages.log_probs import check_offload, configure_reference
+from rollcast_trainer.stages.log_probs import check_offload, reference_needs
 from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of, routes_of
 from rollcast_trainer.workers.actor import ActorRolloutRefWorker
 from rollcast_trainer.workers.roles import Role
@@ -40,68 +37,65 @@ from rollcast_trainer.workers.roles import Role
 __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
 
 
-class UpdateActor(Stage):
+class UpdateActor(TrainingStage):
     """Stage that updates the policy on mini-batches of the rows, one optimizer step each.
 
     Attributes:
         loss_function: loss that the update minimises.
-        vocabulary_kl: name of the KL penalty in the loss if the engine computes it over the whole vocabulary, else
-            None.
     """
 
-    run: TrainingRun
     phase: ClassVar[str] = "update_actor"
 
     @classmethod
-    def declare(cls, run: TrainingRun) -> StageSpec:
-        policy: PpoActorConfig = run.task.actor
-        _try_parts(policy)
-        exact = find_vocabulary_kl(run) is not None
-        correction = correction_of(run)
+    def declare(cls, settings: RunSettings) -> StageSpec:
+        policy: PpoActorConfig = settings.actor
+        loss_type = policy_losses.get(policy.policy_loss)
+        check_options(loss_type, policy.policy_loss_kwargs, "actor.policy_loss_kwargs")
+        exact = find_vocabulary_kl(settings) is not None
+        if exact:
+            check_offload(settings)
+        correction = correction_of(settings)
         loss = build_loss(policy, correction.rollout_is is not None)
         _check_weights(policy, loss, correction.rollout_is)
         needs = loss.needs
         columns = [name for name in sorted(needs.columns) if name != "advantages"]
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
-        routes = [ROUTED_EXPERTS] if routes_of(run) else []
+        routes = [ROUTED_EXPERTS] if routes_of(settings) else []
         return StageSpec(
             reads=("token_level_scores", *columns, *rejected, *routes, "advantages"),
             optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
-            brings=("sync_reference",) if run.section("ref", RefConfig).sync_ref_model else (),
+            brings=("sync_reference",) if settings.section("ref", RefConfig).sync_ref_model else (),
         )
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._policy: PpoActorConfig = run.task.actor
-        self.vocabulary_kl = find_vocabulary_kl(run)
-        if self.vocabulary_kl is not None:
-            check_offload(run)
-        self.loss_function = build_loss(self._policy, correction_of(run).rollout_is is not None)
-        self._routes = [ROUTED_EXPERTS] if routes_of(run) else []
-        self._may_skip = may_skip_rows(run, self.loss_function)
+        settings = run.settings
+        self._policy: PpoActorConfig = settings.actor
+        self.loss_function = build_loss(self._policy, correction_of(settings).rollout_is is not None)
+        self._routes = [ROUTED_EXPERTS] if routes_of(settings) else []
+        self._may_skip = may_skip_rows(settings, self.loss_function)
         self._entropy = build_entropy_controller(self._policy)
 
-    def configure(self, role: str, setup: Any) -> Any:
-        if role != Role.ACTOR_ROLLOUT:
-            return configure_reference(self.run, role, setup) if self.vocabulary_kl is not None else setup
-        policy = self._policy
-        rows = policy.log_prob_micro_batch_size_per_gpu or policy.ppo_micro_batch_size_per_gpu
-        uses_entropy, exact = policy.entropy_coeff != 0 or policy.use_adaptive_entropy, self.vocabulary_kl
-        return replace(
-            setup,
+    def needs(self) -> Sequence[ModelNeeds]:
+        policy, exact = self._policy, find_vocabulary_kl(self.run.settings)
+        actor = ModelNeeds(
+            Role.ACTOR_ROLLOUT,
             loss_function=self.loss_function,
-            forward=replace(setup.forward, calculate_entropy=uses_entropy, vocabulary_kl=exact),
-            infer=replace(setup.infer, calculate_entropy=True, micro_batch_size_per_gpu=rows),
+            micro_batch_size=policy.log_prob_micro_batch_size_per_gpu,
+            entropy=True,
+            update_entropy=policy.entropy_coeff != 0 or policy.use_adaptive_entropy,
+            vocabulary_kl=exact,
         )
+        return [actor] if exact is None else [actor, reference_needs(self.run.settings)]
 
     def __call__(self, batch: DataProto) -> DataProto:
         run, policy = self.run, self._policy
         ranks = run.ranks_of(Role.ACTOR_ROLLOUT)
-        if run.task.trainer.balance_batch and ranks > 1:
+        if run.settings.trainer.balance_batch and ranks > 1:
             run.record(seqlen_metrics(row_lengths(batch), ranks))
-        if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
+        if Role.CRITIC in run.settings.roles and run.step <= run.settings.trainer.critic_warmup:
             return batch
         # Train only on tokens that the correction kept.
         extra = [KEPT] if KEPT in batch else []
@@ -110,7 +104,7 @@ class UpdateActor(Stage):
         prepared: dict[str, Any] = self._prepare(rows) if loss.prepares else {}
         if self._entropy is not None:
             prepared[ENTROPY_COEFF] = torch.full((len(rows),), self._entropy.weight)
-        count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
+        count = run.settings.data.train_batch_size // policy.ppo_mini_batch_size
         mini_batches, epochs = draw_mini_batches(
             len(rows), count, policy.ppo_epochs, run.order_seed(0), rollouts_of(rows)
         )
@@ -149,92 +143,50 @@ class UpdateActor(Stage):
         return {name: mask.with_values(column.squeeze(0)) for name, column in prepared.items()}
 
 
-def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
+def may_skip_rows(settings: RunSettings, loss: PpoLoss | None = None) -> bool:
     """Return True if updates leave out rows whose advantage is zero everywhere.
 
     Args:
-        run: the run; it need not be started.
+        settings: settings of the run.
         loss: loss of the run's actor; None builds it here.
     """
-    policy: PpoActorConfig = run.task.actor
-    if getattr(run.task.role_engine("actor"), "router_aux_loss_coef", 0):
+    policy: PpoActorConfig = settings.actor
+    if getattr(settings.engine, "router_aux_loss_coef", 0):
         return False  # every row has a balance loss
-    loss = loss or build_loss(policy, correction_of(run).rollout_is is not None)
+    loss = loss or build_loss(policy, correction_of(settings).rollout_is is not None)
     return policy.skip_zero_advantage and needs_advantage(loss)
 
 
 def needs_advantage(loss: PpoLoss) -> bool:
-    """Return True if a row with zero advantages has no gradient, so that an update may leave it out.
-
-    Loss terms other than the policy loss always have a gradient, and so may one of the columns that a policy loss
-    declares. The policy loss itself is evaluated on a few tokens.
-    """
-    if needs_of(loss.policy_loss).columns:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    old = torch.rand((4, 16), generator=generator).log()
-    new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
-    mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
-    if loss.entropy_coeff or loss.use_adaptive_entropy or loss.kl_penalty is not None:
-        return False
-    tried = replace(loss, use_rollout_is_weights=False, top_entropy_quantile=1.0)
-    prepared = tried.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
-    prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
-    columns = {"old_log_probs": old, "advantages": nothing, **prepared}
-    total = tried(LossInputs(new, None, None, mask, columns, Denominators(64.0, 4.0, 16.0))).loss
-    if not total.requires_grad:
-        return True
-    (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
-    return gradient is None or not bool(gradient.any())
+    """Return True if a row with zero advantages has no gradient, so that an update may leave it out."""
+    has_terms = loss.entropy_coeff or loss.use_adaptive_entropy or loss.kl_penalty is not None
+    return needs_of(loss.policy_loss).scales_with_advantage and not has_terms
 
 
-def _try_parts(policy: PpoActorConfig) -> None:
-    """Call the plugins of the loss with a small batch.
-
-    Raises:
-        PluginTypeError: one of them does not work; the message has the key, the plugin and its distribution.
-    """
-    options = policy.policy_loss_kwargs
-    suffix = f" with actor.policy_loss_kwargs={dict(options)}" if options else ""
-    try_policy_loss(
-        policy_losses.get(policy.policy_loss),
-        f"actor.policy_loss={policy.policy_loss} of {policy_losses.find(policy.policy_loss)}{suffix}",
-        clip_ratio_low=policy.clip_ratio_low,
-        clip_ratio_high=policy.clip_ratio_high,
-        clip_ratio_c=policy.clip_ratio_c,
-        options=options,
-    )
-    mode = policy.loss_agg_mode
-    try_loss_aggregation(loss_aggregations.get(mode), f"actor.loss_agg_mode={mode} of {loss_aggregations.find(mode)}")
-    if policy.use_kl_loss:
-        kind = str(policy.kl_loss_type)
-        try_kl_penalty(kl_penalties.get(kind), f"actor.kl_loss_type={kind} of {kl_penalties.find(kind)}")
-
-
-def find_vocabulary_kl(run: TrainingRun) -> str | None:
+def find_vocabulary_kl(settings: RunSettings) -> str | None:
     """Return the name of the KL penalty in the loss if it needs the whole vocabulary, else None.
 
     Raises:
         CapabilityError: the engine cannot compute such a penalty.
         ConfigError: the reference does not share the actor's pool or engine.
     """
-    task, policy = run.task, run.task.actor
+    policy = settings.actor
     name = str(policy.kl_loss_type)
     if not policy.use_kl_loss or not needs_vocabulary(kl_penalties.get(name)):
         return None
-    if not task.engine_class.capabilities.vocabulary_kl:
+    if not settings.engine_class.capabilities.vocabulary_kl:
         raise CapabilityError(
             f"actor.kl_loss_type={name} needs the policy's and the reference's log-probs of the whole vocabulary, "
-            f"which actor.engine.name={task.engine.name} does not compare; choose a penalty of the sampled tokens, "
+            f"which actor.engine.name={settings.engine.name} does not compare; choose a penalty of the sampled tokens, "
             "such as k3, or an engine that does, such as fsdp"
         )
-    if task.has_own_pool(Role.REF):
+    if settings.has_own_pool(Role.REF):
         raise ConfigError(
             f"actor.kl_loss_type={name} compares policy and reference in one process, but placement.mapping.ref is "
-            f"{task.pools.mapping[Role.REF]!r}, not the actor's pool; remove ref from placement.mapping, or choose a "
-            "penalty of the sampled tokens, such as k3"
+            f"{settings.pools.mapping[Role.REF]!r}, not the actor's pool; remove ref from placement.mapping, or choose "
+            "a penalty of the sampled tokens, such as k3"
         )
-    if task.role_engine("ref") != task.engine:
+    if settings.role_engine("ref") != settings.engine:
         raise ConfigError(
             f"actor.kl_loss_type={name} compares policy and reference in one engine, but ref.engine differs from "
             "actor.engine; remove ref.engine, or choose a penalty of the sampled tokens, such as k3"

@@ -13,24 +13,29 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from rollcast import Worker, register
+from rollcast import register
+from rollcast.contracts.device import empty_cache
 from rollcast.contracts.engine import BaseEngine
+from rollcast.contracts.rendezvous import set_timeouts
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn, make_token_balanced_dispatch_fn
 from rollcast_serving.casting import WeightCast
 from rollcast_serving.client import ReplicaReceiver
 from rollcast_serving.contracts.weight_sync import BaseWeightSync, SyncOutcome, SyncSettings, weight_syncs
 from rollcast_serving.generation import generate_sequences
-from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.launcher import ReplicaAddress, served_by
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap
-from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
+from rollcast_trainer.workers.training import ModelWorker, TrainingWorker, WorkerSetup
 
 __all__ = ["ActorRolloutRefWorker"]
+
+#: Seconds that collectives may take in a run whose weights go to replicas; at least so much above the sync's timeout.
+_COLLECTIVE_S, _MARGIN_S = 1800.0, 600.0
 
 
 def _seed_process(seed: int) -> None:
@@ -52,7 +57,7 @@ def _compare(data: DataProto, output: DataProto) -> dict[str, torch.Tensor]:
     return dict(zip(POLICY_GAP, (*sums, largest), strict=True))
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ModelWorker):
     """Worker with actor, rollout and, if needed, the reference policy in one process; its mesh is ``actor``."""
 
     #: Generation and training run in one thread, so that they share one team of OpenMP threads.
@@ -61,11 +66,10 @@ class ActorRolloutRefWorker(Worker):
     mesh: ClassVar[str] = "actor"
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.actor = TrainingWorker(setup)
         needs_copy = setup.has_reference and not setup.model.trains_adapter
         self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference) if needs_copy else None
-        self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
         #: Replicas that have received the base weights.
@@ -80,12 +84,11 @@ class ActorRolloutRefWorker(Worker):
         engine = self.actor.engine
         if self.setup.has_reference and self.setup.forward.vocabulary_kl is not None:
             engine.set_reference(engine if self.ref is None else self.ref.engine)
-        self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        self.register_engine("actor", engine)
         seed = self.setup.seed * 1_000_003 + engine.get_data_parallel_rank()
         _seed_process(seed)
         if self.setup.rollout is not None:
             self._build_rollout(seed)
-        self.is_built = True
         freeze_heap()
 
     def _build_rollout(self, seed: int) -> None:
@@ -100,6 +103,8 @@ class ActorRolloutRefWorker(Worker):
                 cast=WeightCast.of_model(dtype, model.path, model.trust_remote_code) if dtype else None,
             )
             self.weight_sync = sync_class(self.actor.engine, (), settings)
+            # The other ranks wait in a gather while one waits for a replica.
+            set_timeouts(max(_COLLECTIVE_S, config.sync_timeout_s + _MARGIN_S))
             return
         rollout_class = rollouts.get(config.name, requested_by="rollout.name")
         self.rollout = rollout_class(
@@ -122,7 +127,7 @@ class ActorRolloutRefWorker(Worker):
             raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
         return await generate_sequences(self.rollout, prompts, sampling)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
+    @register(dispatch_mode=make_token_balanced_dispatch_fn("actor"), rows="same")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` under the actor and the other outputs that the setup asks for, jagged float32.
 
@@ -131,7 +136,7 @@ class ActorRolloutRefWorker(Worker):
         output = self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
         return output.with_columns(_compare(data, output)) if "rollout_log_probs" in data else output
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
+    @register(dispatch_mode=make_token_balanced_dispatch_fn("actor"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` under the reference policy, jagged float32."""
         if not self.setup.has_reference:
@@ -164,10 +169,9 @@ class ActorRolloutRefWorker(Worker):
         with self.ref.on_device():
             self.ref.engine.mix_weights(self.actor.engine, share)
 
-    def _parts(self, folder: Path) -> list[tuple[BaseEngine, Path]]:
-        """Return the engines whose state is a part of checkpoints, and the folder of each."""
-        parts = [(self.actor.engine, folder / "actor")]
-        return [*parts, (self.ref.engine, folder / "ref")] if self.ref and self.setup.reference_moves else parts
+    def trained(self) -> dict[str, BaseEngine]:
+        moving = self.ref if self.setup.reference_moves else None
+        return {"actor": self.actor.engine, **({} if moving is None else {"ref": moving.engine})}
 
     @register(dispatch_mode="one_to_all")
     async def update_weights(
@@ -177,8 +181,8 @@ class ActorRolloutRefWorker(Worker):
 
         Args:
             version: version of the weights.
-            replicas: targets outside this process. With a same-node sync the first rank of each node sends to the
-                node's replicas; otherwise rank 0 sends to all.
+            replicas: targets outside this process. A sync of shared devices sends from the rank on the replica's first
+                device, another of one node from the node's first rank, and all others from rank 0.
             whole: also send the base weights of an adapter to replicas that have received them before.
 
         Returns:
@@ -189,7 +193,7 @@ class ActorRolloutRefWorker(Worker):
         """
         if self.weight_sync is None:
             return SyncOutcome()
-        served = self._served(replicas)
+        served = served_by(self.context, self.weight_sync.capabilities, replicas)
         if not self.weight_sync.capabilities.same_process:
             silence_s = self.setup.rollout.replica.heartbeat_timeout_s
             self.weight_sync.targets = [ReplicaReceiver(address, silence_s=silence_s) for address in served]
@@ -197,6 +201,8 @@ class ActorRolloutRefWorker(Worker):
         # Every rank decides the same: gathering the weights is a collective.
         only_adapter = not whole and self._based.issuperset(replicas)
         answers = await self.weight_sync.sync(version, only_adapter)
+        # A rollout on the same device wakes up next, and finds only what the allocator has given back.
+        empty_cache()
         reports = [answer for answer in answers if isinstance(answer, WeightReport)]
         for report in reports:
             if report.version != version:
@@ -210,8 +216,9 @@ class ActorRolloutRefWorker(Worker):
             if isinstance(answer, RolloutError)
         }
         self._based.update(replicas)
+        numbers = frozenset(address.index for address in served)
         if not reports:
-            return SyncOutcome(failed=failed)
+            return SyncOutcome(failed=failed, served=numbers)
         metrics = {
             "rollout/weight_version": float(version),
             "sync/tensors": float(reports[0].tensors),
@@ -219,44 +226,10 @@ class ActorRolloutRefWorker(Worker):
             "sync/seconds": time.perf_counter() - start,
             "sync/load_seconds": max(report.load_seconds for report in reports),
         }
-        return SyncOutcome(metrics, failed)
+        return SyncOutcome(metrics, failed, numbers)
 
-    def _served(self, replicas: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
-        sync = self.weight_sync
-        if sync is not None and sync.capabilities.same_node:
-            return [
-                replica for replica in replicas if replica.node == self.context.node and not self.context.local_rank
-            ]
-        return list(replicas) if self.rank == 0 else []
-
-    @register(dispatch_mode="one_to_all")
-    def save_checkpoint(self, path: str) -> None:
-        """Write the state of the actor, of a reference that moves, and of the rollout's sampler under ``path``.
-
-        Raises:
-            CheckpointError: something could not be written.
-        """
-        for engine, folder in self._parts(Path(path)):
-            engine.save_checkpoint(folder)
-        self._save_rollout(Path(path))
-
-    @register(dispatch_mode="one_to_all")
-    def start_checkpoint(self, path: str) -> None:
-        """Start writing a checkpoint in the background; complete it with :meth:`finish_checkpoint`."""
-        for engine, folder in self._parts(Path(path)):
-            engine.start_checkpoint(folder)
-        self._save_rollout(Path(path))
-
-    @register(dispatch_mode="one_to_all")
-    def finish_checkpoint(self, wait: bool) -> bool:
-        """Return True if everything that :meth:`start_checkpoint` began is written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        return all(engine.finish_checkpoint(wait) for engine, _ in self._parts(Path()))
-
-    def _save_rollout(self, folder: Path) -> None:
+    def save_further(self, folder: Path) -> None:
+        """Write the state of the rollout's sampler."""
         if self.rollout is None:
             return
         try:
@@ -264,16 +237,8 @@ class ActorRolloutRefWorker(Worker):
         except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
             raise CheckpointError(f"the rollout's state cannot be written to {folder}: {error}") from error
 
-    @register(dispatch_mode="one_to_all")
-    def load_checkpoint(self, path: str) -> None:
-        """Restore the state that :meth:`save_checkpoint` wrote; a rank without a saved sampler state keeps its new one.
-
-        Raises:
-            CheckpointError: the state is incomplete or belongs to another model.
-        """
-        folder = Path(path)
-        for engine, place in self._parts(folder):
-            engine.load_checkpoint(place)
+    def load_further(self, folder: Path) -> None:
+        """Restore the sampler's state; a rank without one keeps its new one."""
         state = folder / f"rollout_rank_{self.rank}.pt"
         if self.rollout is None or not state.exists():
             return
@@ -282,17 +247,6 @@ class ActorRolloutRefWorker(Worker):
         except Exception as error:  # torch's unpickler and the rollout can raise any exception on damaged bytes
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{state} cannot be read: {type(error).__name__}: {reason}") from error
-
-    def record_state(self, folder: str) -> None:
-        """Save a checkpoint for a record of calls, if the model is built."""
-        if self.is_built:
-            self.save_checkpoint(folder)
-
-    def replay_state(self, folder: str) -> None:
-        """Build the model, and load its checkpoint if the record has one."""
-        if (Path(folder) / "actor").exists():
-            self.init_model()
-            self.load_checkpoint(folder)
 
     @register(dispatch_mode="one_to_all")
     def export(self, path: str) -> None:
@@ -305,5 +259,5 @@ class ActorRolloutRefWorker(Worker):
             self.weight_sync.close()
         if self.rollout is not None:
             self.rollout.close()
-        leave_process_group()
+        super().close()
         unfreeze_heap()

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from rollcast import Worker, register
+from rollcast import register
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
-from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
+from rollcast_dispatch import make_token_balanced_dispatch_fn
+from rollcast_trainer.workers.training import ModelWorker, TrainingWorker, WorkerSetup
 
 __all__ = ["RewardModelWorker", "check_reward_model", "with_end_state"]
 
@@ -64,34 +64,25 @@ def with_end_state(batch: DataProto, pad_token_id: int) -> DataProto:
     return batch.select(["prompts"]).with_columns({"responses": longer, "response_mask": longer.with_values(is_new)})
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """Worker with a frozen value model; its mesh is ``reward_model``."""
 
     trains: ClassVar[bool] = False
     mesh: ClassVar[str] = "reward_model"
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.model = TrainingWorker(setup, frozen=True, model_type="value_model")
 
     @register(dispatch_mode="one_to_all")
     def init_model(self) -> None:
         """Build the model and register the mesh."""
         self.model.init_model()
-        engine = self.model.engine
-        self.register_mesh("reward_model", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        self.register_engine("reward_model", self.model.engine)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"), rows="same")
+    @register(dispatch_mode=make_token_balanced_dispatch_fn("reward_model"), rows="same")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return ``rm_scores``, float32 ``[B]``: the model's value after each response's last token."""
         rows = with_end_state(data, self.setup.pad_token_id)
         values = self.model.infer_batch(rows, self.setup.infer)["values"]
         return DataProto.from_dict({"rm_scores": Jagged.of(values).sums()}, length=len(data))
-
-    def replay_state(self, folder: str) -> None:
-        """Build the model; it has no other state."""
-        self.init_model()
-
-    def close(self) -> None:
-        """Leave the process group."""
-        leave_process_group()

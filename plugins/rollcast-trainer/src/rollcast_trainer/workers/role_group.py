@@ -10,7 +10,8 @@ import torch
 
 from rollcast import WorkerGroup
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged
-from rollcast_trainer.batch.balance import row_lengths, spread_rows
+from rollcast_dispatch import ROW_TOKENS
+from rollcast_trainer.batch.balance import row_lengths
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import mesh_of
@@ -70,14 +71,15 @@ class RoleGroup:
         """Start a method that returns one row for each row of ``batch``, and return its columns, which are remote.
 
         Args:
-            method: function of the worker's class.
+            method: function of the worker's class; its dispatch mode balances the rows if it is ``token_balanced``.
             batch: columns to send, among them ``prompts`` and ``response_mask``.
             writes: columns of the result; None for all, whose names are known when the call ends.
         """
         lengths, tokens = row_lengths(batch), int(Jagged.of(batch["response_mask"]).values.sum())
         self.meter.count_pass(self.role, self.host_role, method.__name__, lengths, tokens)
-        ranks = self.ranks if self.balances else 1
-        return spread_rows(lambda rows: self.group.submit(method, rows).select(writes), batch, lengths, ranks)
+        weights = lengths if self.balances else [1] * len(lengths)
+        sent = batch.with_columns({ROW_TOKENS: torch.tensor(weights, dtype=torch.int64)})
+        return self.group.submit(method, sent).select(writes)
 
     def update(
         self,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 
-__all__ = ["TrainingWorker", "WorkerSetup", "leave_process_group"]
+__all__ = ["ModelWorker", "TrainingWorker", "WorkerSetup", "leave_process_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,92 @@ class TrainingWorker(Worker):
         """Return ``log_probs`` (and ``entropy``) or ``values`` of the response tokens, jagged float32."""
         with self.on_device(), self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
+
+
+class ModelWorker(Worker):
+    """Base of workers with engines: their checkpoints, their state in records of calls, and the end of the process.
+
+    Args:
+        setup: setup of the run's workers.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.is_built = False
+
+    def trained(self) -> dict[str, BaseEngine]:
+        """Return the engines whose state checkpoints contain, by folder; none for a model that does not train."""
+        return {}
+
+    @abstractmethod
+    def init_model(self) -> None:
+        """Build the models, and register the mesh."""
+
+    def register_engine(self, mesh: str, engine: BaseEngine) -> None:
+        """Register a mesh with the engine's data-parallel rank; the models are built."""
+        self.register_mesh(mesh, engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        self.is_built = True
+
+    @register(dispatch_mode="one_to_all")
+    def save_checkpoint(self, path: str) -> None:
+        """Write the worker's state under ``path``.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        for name, engine in self.trained().items():
+            engine.save_checkpoint(Path(path) / name)
+        self.save_further(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def start_checkpoint(self, path: str) -> None:
+        """Start writing a checkpoint in the background; complete it with :meth:`finish_checkpoint`."""
+        for name, engine in self.trained().items():
+            engine.start_checkpoint(Path(path) / name)
+        self.save_further(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Return True if everything that :meth:`start_checkpoint` began is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return all(engine.finish_checkpoint(wait) for engine in self.trained().values())
+
+    @register(dispatch_mode="one_to_all")
+    def load_checkpoint(self, path: str) -> None:
+        """Restore the state that :meth:`save_checkpoint` wrote.
+
+        Raises:
+            CheckpointError: the state is incomplete or belongs to another model.
+        """
+        for name, engine in self.trained().items():
+            engine.load_checkpoint(Path(path) / name)
+        self.load_further(Path(path))
+
+    def save_further(self, folder: Path) -> None:
+        """Write state besides that of the engines; raises CheckpointError if it cannot be written."""
+
+    def load_further(self, folder: Path) -> None:
+        """Restore the state of :meth:`save_further`; raises CheckpointError if it cannot be read."""
+
+    def record_state(self, folder: str) -> None:
+        """Save a checkpoint for a record of calls, if the model is built."""
+        if self.is_built:
+            self.save_checkpoint(folder)
+
+    def replay_state(self, folder: str) -> None:
+        """Build the model, and load its checkpoint; nothing if it was not built when the call was recorded."""
+        trained = self.trained()
+        if trained and not all((Path(folder) / name).exists() for name in trained):
+            return
+        self.init_model()
+        self.load_checkpoint(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        leave_process_group()
 
 
 def _not_finite(data: DataProto) -> list[str]:

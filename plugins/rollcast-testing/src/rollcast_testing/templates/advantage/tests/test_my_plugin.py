@@ -1,8 +1,6 @@
-import pytest
 import torch
 
 from rollcast.contracts.algorithm import AdvantageInputs
-from rollcast_my_plugin import my_plugin
 from rollcast_testing import AdvantageSuite
 
 
@@ -18,8 +16,3 @@ class TestMyPlugin(AdvantageSuite):
         (scored([4.0, 1.0, 1.0, 3.0], [0, 0, 0, 1]), [[2.0], [-1.0], [-1.0], [0.0]]),
         (scored([1.0, 0.0], [0, 0], scale=2.0), [[1.0], [-1.0]]),
     ]
-
-
-def test_a_typo_is_an_error():
-    with pytest.raises(ValueError, match="no option scael"):
-        my_plugin(scored([1.0, 0.0], [0, 0], scael=2.0))

@@ -5,12 +5,9 @@ import torch
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
 
 
-@advantage(compares_samples=True, by_group=True)
+@advantage(compares_samples=True, by_group=True, options={"scale"})
 def my_plugin(inputs: AdvantageInputs) -> AdvantageOutputs:
     """A = scale * (s - mean of s over the group), for every token of a response; ``scale`` is 1 by default."""
-    unknown = set(inputs.options) - {"scale"}
-    if unknown:
-        raise ValueError(f"my_plugin has no option {', '.join(sorted(unknown))}; its option is scale")
     # Select with the mask instead of multiplying by it: 0 times NaN is NaN.
     rewards = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0)
     scores = rewards.double().sum(-1)

@@ -5,12 +5,9 @@ import torch
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput, policy_loss
 
 
-@policy_loss()
+@policy_loss(scales_with_advantage=True, options={"cap"})
 def my_plugin(inputs: PolicyLossInputs) -> PolicyLossOutput:
     """loss = -min(ratio, cap) * A * log_prob, without a gradient through the weight; ``cap`` is 2 by default."""
-    unknown = set(inputs.options) - {"cap"}
-    if unknown:
-        raise ValueError(f"my_plugin has no option {', '.join(sorted(unknown))}; its option is cap")
     chosen = inputs.response_mask != 0
     # Whatever stands under the mask, also NaN, reaches neither the loss nor the gradient.
     log_probs = torch.where(chosen, inputs.log_probs.float(), 0.0)

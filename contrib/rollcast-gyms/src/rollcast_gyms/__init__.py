@@ -1,0 +1,1 @@
+"""Environments of textarena, gem, reasoning-gym and verifiers for agents."""

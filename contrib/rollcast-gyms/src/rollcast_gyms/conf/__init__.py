@@ -1,0 +1,1 @@
+"""The recipe of an environment that generates its questions."""

@@ -1,0 +1,176 @@
+"""The table of dry runs: the combinations of the engines' keys, and the reasons for those left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from rollcast_dryrun.engines import EngineCell
+
+__all__ = ["LEFT_OUT", "fsdp_cells", "megatron_cells"]
+
+_BOTH = (False, True)
+#: Keys without a cell → the reason.
+LEFT_OUT = {
+    "fsdp use_torch_compile": "compiling needs Triton; what is compiled is the code of the other cells",
+    "fsdp attn_implementation=flash_attention_2, flash_attention_3": "the libraries have no build for a CPU",
+    "fsdp model.use_liger": "the library has no build for a CPU",
+    "fsdp model.random_init": "rank 0 draws the weights on the CPU before anything is on a device",
+    "megatron expert_model_parallel_size": "the numbers of tokens per expert are values that a dry run does not have",
+    "megatron virtual_pipeline_model_parallel_size": "a stage's first message depends on messages of the others",
+    "megatron with Transformer Engine": "the library has no build for a CPU",
+    "images": "the cells have no model with images yet",
+    "vocabulary_kl, record_routing": "the cells have no reference and no record of experts yet",
+    "checkpoints": "they are written from host memory, whose content a dry run does not have",
+}
+
+
+def fsdp_cells() -> list[EngineCell]:
+    """Return the cells of the FSDP engine."""
+    return [*_passes(), *_ranks(), *_moves(), *_models(), *_outputs()]
+
+
+def _fsdp(keys: dict[str, Any] | None = None, **options: Any) -> EngineCell:
+    return EngineCell("fsdp", {"param_dtype": "bf16", "use_remove_padding": True, **(keys or {})}, **options)
+
+
+def _passes() -> Iterator[EngineCell]:
+    """Yield every combination of what a pass can do, on one rank and on eight."""
+    for world, dtype in product((1, 8), (None, "bf16")):
+        for packs, fused, recomputes, offloads in product(_BOTH, repeat=4):
+            keys = {
+                "param_dtype": dtype,
+                "use_remove_padding": packs,
+                "use_fused_kernels": fused,
+                "enable_gradient_checkpointing": recomputes,
+                "enable_activation_offload": offloads,
+            }
+            yield EngineCell("fsdp", keys, world=world)
+
+
+def _ranks() -> Iterator[EngineCell]:
+    """Yield meshes of 2 to 512 ranks, each as its first, a middle and its last rank."""
+    heads = {"num_key_value_heads": 4}
+    for world, copy, sequence in (
+        *((2, -1, 1), (2, 1, 1), (2, -1, 2), (4, 2, 2), (8, 4, 1), (8, 4, 2), (8, 2, 4)),
+        *((64, -1, 1), (64, 8, 1), (64, 8, 4), (512, -1, 1), (512, 64, 1), (512, 8, 4)),
+    ):
+        for rank in sorted({0, world // 2, world - 1}):
+            keys = {"fsdp_size": copy, "ulysses_sequence_parallel_size": sequence}
+            yield _fsdp(keys, changes=heads, world=world, rank=rank)
+
+
+def _moves() -> Iterator[EngineCell]:
+    """Yield the ways to keep state in host memory, and to gather weights."""
+    offloads: tuple[dict[str, Any], ...] = (
+        {"param_offload": True},
+        {"optimizer_offload": True},
+        {"param_offload": True, "optimizer_offload": True},
+        {"offload_policy": True},
+    )
+    for offload, packs, world in product(offloads, _BOTH, (1, 8)):
+        yield _fsdp({**offload, "use_remove_padding": packs}, world=world)
+    for reshards, prefetches, copy in product(_BOTH, _BOTH, (-1, 4)):
+        keys: dict[str, Any] = {"reshard_after_forward": reshards, "forward_prefetch": prefetches, "fsdp_size": copy}
+        yield _fsdp(keys, world=8)
+    for stored, computed, reduced in (("bf16", None, None), ("bf16", None, "fp32"), ("fp32", "bf16", "bf16")):
+        keys = {"model_dtype": stored, "param_dtype": computed, "reduce_dtype": reduced}
+        yield from (_fsdp(keys, world=world) for world in (1, 8))
+
+
+def _models() -> Iterator[EngineCell]:
+    """Yield architectures with heads and adapters."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"model_type": "value_model"},
+        {"model_keys": {"lora_rank": 4}},
+        {"model_keys": {"lora_rank": 4}, "model_type": "value_model"},
+        {"changes": {"tie_word_embeddings": True}},
+    )
+    for model, kind, packs, world in product(("qwen2", "qwen3", "llama", "qwen3_moe"), kinds, _BOTH, (1, 8)):
+        yield _fsdp({"use_remove_padding": packs}, model=model, world=world, **kind)
+    yield from (_fsdp({"router_aux_loss_coef": 0.01}, model="qwen3_moe", world=world) for world in (1, 8))
+
+
+def _outputs() -> Iterator[EngineCell]:
+    """Yield further outputs and layouts of a pass."""
+    for fused, settings in product(_BOTH, ({"calculate_entropy": True}, {"calculate_sum_pi_squared": True})):
+        yield _fsdp({"use_fused_kernels": fused}, settings=settings, world=8)
+    yield _fsdp(settings={"temperature": 0.7}, world=8)
+    yield _fsdp(settings={"micro_batch_size_per_gpu": None, "max_token_len_per_gpu": 128}, world=8)
+    yield EngineCell("fsdp", {"share_prompts": True})
+    yield _fsdp({"log_probs_chunk_size": 8, "use_fused_kernels": True}, world=8)
+
+
+def megatron_cells() -> list[EngineCell]:
+    """Return the cells of the Megatron engine."""
+    return [*_megatron_meshes(), *_megatron_settings(), *_megatron_models()]
+
+
+#: Sizes of tensor, pipeline and context parallelism, and the ranks of the group.
+_MESHES = (
+    *((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1, 4)),
+    *((2, 1, 2, 8), (2, 2, 2, 8), (4, 1, 1, 8), (4, 2, 1, 64), (4, 4, 2, 64)),
+)
+
+
+def _mesh(tensor: int, pipeline: int, context: int) -> dict[str, Any]:
+    return {
+        "dtype": "bfloat16",
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+        "sequence_parallel": tensor > 1,
+    }
+
+
+def _megatron(keys: dict[str, Any], **options: Any) -> EngineCell:
+    """Return a cell with as many layers and heads as its mesh splits."""
+    stages = keys.get("pipeline_model_parallel_size", 1)
+    changes = {"num_key_value_heads": 4, "num_hidden_layers": max(2, stages), **options.pop("changes", {})}
+    return EngineCell("megatron", keys, changes=changes, **options)
+
+
+def _megatron_meshes() -> Iterator[EngineCell]:
+    """Yield meshes of 1 to 64 ranks, each as its first, a middle and its last rank."""
+    for *sizes, world in _MESHES:
+        for rank, packs in product(sorted({0, world // 2, world - 1}), _BOTH):
+            yield _megatron({**_mesh(*sizes), "use_remove_padding": packs}, world=world, rank=rank)
+
+
+def _megatron_settings() -> Iterator[EngineCell]:
+    """Yield the other keys of the engine on a mesh with tensor and data parallelism."""
+    recomputes: tuple[dict[str, Any], ...] = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+    )
+    overlaps: tuple[dict[str, Any], ...] = (
+        {"use_distributed_optimizer": False},
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    )
+    offloads: tuple[dict[str, Any], ...] = (
+        {"param_offload": True},
+        {"optimizer_offload": True},
+        {"param_offload": True, "optimizer_offload": True},
+    )
+    others: tuple[dict[str, Any], ...] = ({"head_chunk_size": 16}, {"dtype": "float32"})
+    for keys, packs, world in product((*recomputes, *overlaps, *offloads, *others), _BOTH, (1, 8)):
+        sizes = (1, 1, 1) if world == 1 else (2, 1, 1)
+        yield _megatron({**_mesh(*sizes), "use_remove_padding": packs, **keys}, world=world)
+
+
+def _megatron_models() -> Iterator[EngineCell]:
+    """Yield architectures with heads and adapters, on one rank, on two that share tensors, and in two stages."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"model_type": "value_model"},
+        {"model_keys": {"lora_rank": 4}},
+        {"changes": {"tie_word_embeddings": True}},
+        {"settings": {"calculate_entropy": True, "calculate_sum_pi_squared": True}},
+    )
+    meshes = (((1, 1, 1), 1), ((2, 1, 1), 4), ((1, 2, 1), 4))
+    for model, kind, (sizes, world) in product(("qwen2", "qwen3", "llama"), kinds, meshes):
+        yield _megatron(_mesh(*sizes), model=model, world=world, rank=world - 1, **kind)

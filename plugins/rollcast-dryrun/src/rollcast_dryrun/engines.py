@@ -1,0 +1,229 @@
+"""Dry runs of training engines: one cell is an engine with its keys, a model, and one of its ranks."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcast.contracts.engine import (
+    BaseEngine,
+    EngineSetup,
+    ForwardSettings,
+    LossInputs,
+    LossOutput,
+    ModelConfig,
+    ModelType,
+    OptimConfig,
+    engines,
+)
+from rollcast.contracts.worker import WorkerContext
+from rollcast.protocol import DataProto, Jagged
+from rollcast_dryrun.harness import fake_cuda
+from rollcast_dryrun.models import write_sparse_model
+from rollcast_dryrun.record import Recorder
+
+__all__ = ["EngineCell", "dry_run_engine", "own_groups", "record_engine"]
+
+_TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+#: Architecture of the class → what it needs beside ``_TINY``.
+_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _EXPERTS),
+}
+
+
+@dataclass(frozen=True)
+class EngineCell:
+    """One dry run of an engine.
+
+    Attributes:
+        engine: registry name of the engine.
+        keys: its config keys.
+        model: ``model_type`` of the model's configuration.
+        changes: changes of the configuration, which is tiny by default.
+        model_type: kind of output.
+        model_keys: keys of ``model``, such as ``lora_rank``.
+        settings: settings of the passes.
+        world, rank, node_ranks: ranks of the group, the one that runs, and the ranks of a node.
+        device: kind of device.
+        rows, prompt, response: rows of this rank's batch, and the largest numbers of their tokens.
+    """
+
+    engine: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "qwen2"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    model_type: ModelType = "language_model"
+    model_keys: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    world: int = 1
+    rank: int = 0
+    node_ranks: int = 8
+    device: str = "h100"
+    rows: int = 4
+    prompt: int = 24
+    response: int = 40
+
+    @property
+    def name(self) -> str:
+        """The properties of the cell, in one line."""
+        keys = {**self.keys, **self.changes, **self.model_keys, **self.settings}
+        parts = [f"{key}={value}" for key, value in keys.items()]
+        kind = [] if self.model_type == "language_model" else [self.model_type]
+        return " ".join([self.engine, self.model, *kind, *parts, f"rank={self.rank}/{self.world}"])
+
+
+def dry_run_engine(cell: EngineCell) -> Recorder:
+    """Run a step of an engine: log-probs or values, an update, the export of its weights, and moves off the device.
+
+    The phases are ``init``, ``infer``, ``forward_backward``, ``optimizer_step``, ``sync``, ``offload`` and ``load``.
+    """
+    received = None
+    if cell.keys.get("pipeline_model_parallel_size", 1) > 1 and cell.rank:
+        # Every stage announces the shapes of the same micro-batches; the first one is told none that it has not sent.
+        first = _run(replace(cell, rank=0), None)
+        received = {name: phase.sent for name, phase in first.phases.items()}
+    return _run(cell, received)
+
+
+def _settings(cell: EngineCell) -> ForwardSettings:
+    return replace(ForwardSettings(micro_batch_size_per_gpu=2), **cell.settings)
+
+
+def _run(cell: EngineCell, received: Mapping[str, Sequence[Sequence[int]]] | None) -> Recorder:
+    """Run the step of a cell."""
+    settings = _settings(cell)
+    with fake_cuda(cell.world, cell.rank, cell.device, cell.node_ranks, received) as recorder, own_groups():
+        engine = _build(cell)
+        _step(engine, recorder, _batch(cell), settings)
+        with recorder.phase("sync"):
+            deque(engine.get_per_tensor_param(), maxlen=0)
+        with recorder.phase("offload"):
+            engine.to("cpu")
+        with recorder.phase("load"):
+            engine.to("accelerator")
+    return recorder
+
+
+def record_engine(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a cell as a value of JSON, for another process."""
+    recorder = dry_run_engine(EngineCell(**cell))
+    faults = [f"{fault.text} ({fault.kind}, {fault.place})" for fault in recorder.faults.values()]
+    phases = {name: phase.as_dict() for name, phase in recorder.phases.items() if name}
+    return {"faults": faults, "phases": phases}
+
+
+def _build(cell: EngineCell) -> BaseEngine:
+    folder = _model_folder(cell.model, tuple(sorted(cell.changes.items())))
+    local = min(cell.node_ranks, cell.world)
+    context = WorkerContext(
+        rank=cell.rank,
+        world_size=cell.world,
+        local_rank=cell.rank % local,
+        local_world_size=local,
+        master_port=1,
+        device_index=0,
+        role="actor",
+    )
+    engine_class = engines.get(cell.engine)
+    return engine_class(
+        EngineSetup(
+            cell.model_type,
+            ModelConfig(path=folder.name, **cell.model_keys),
+            engine_class.config_schema(**cell.keys),
+            OptimConfig(),
+            context,
+        )
+    )
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Forget Megatron's process groups after the block; it keeps those of one mesh for the life of a process."""
+    try:
+        yield
+    finally:
+        state: Any = sys.modules.get("megatron.core.parallel_state")
+        if state is not None:
+            state.destroy_model_parallel()
+
+
+def _step(engine: BaseEngine, recorder: Recorder, batch: DataProto, settings: ForwardSettings) -> None:
+    with recorder.phase("init"):
+        engine.initialize()
+    with recorder.phase("infer"), engine.eval_mode():
+        engine.infer_batch(batch, settings)
+    loss = _value_loss if engine.setup.model_type == "value_model" else _policy_loss
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        with recorder.phase("forward_backward"):
+            engine.forward_backward_batch(batch, loss, settings)
+        with recorder.phase("optimizer_step"):
+            engine.optimizer_step()
+
+
+def _policy_loss(inputs: LossInputs) -> LossOutput:
+    if inputs.log_probs is None:
+        raise TypeError("a policy's loss needs log_probs")
+    loss = -(inputs.log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach()})
+
+
+def _value_loss(inputs: LossInputs) -> LossOutput:
+    if inputs.values is None:
+        raise TypeError("a critic's loss needs values")
+    loss = (inputs.values.square() * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach()})
+
+
+def _batch(cell: EngineCell) -> DataProto:
+    """Return rows of different lengths; the first is as long as allowed."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(cell.changes.get("vocab_size", _TINY["vocab_size"]))
+
+    def column(longest: int) -> Jagged:
+        lengths = torch.randint(1, longest + 1, (cell.rows,), generator=generator)
+        lengths[0] = longest
+        total = int(lengths.sum())
+        return Jagged.from_lengths(
+            torch.randint(4, vocabulary, (total,), generator=generator, dtype=torch.int32), lengths
+        )
+
+    prompts, responses = column(cell.prompt), column(cell.response)
+    mask = responses.like(torch.ones(len(responses.values), dtype=torch.bool))
+    columns = {"prompts": prompts, "responses": responses, "response_mask": mask}
+    return DataProto(columns, length=cell.rows)
+
+
+@cache
+def _model_folder(model: str, changes: tuple[tuple[str, Any], ...]) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with a model, which is removed when the process ends."""
+    from transformers import AutoConfig
+
+    architecture, needs = _ARCHITECTURES[model]
+    options = {**_TINY, **needs, **dict(changes)}
+    folder = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")
+    write_sparse_model(Path(folder.name), AutoConfig.for_model(model, architectures=[architecture], **options))
+    return folder

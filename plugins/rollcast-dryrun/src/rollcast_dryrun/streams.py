@@ -1,0 +1,155 @@
+"""Streams and events that order operations by vector clocks, as ``torch.cuda`` does by waiting.
+
+Source of the clocks: L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge,
+"Timestamps in Message-Passing Systems", 1988.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Clock", "DeviceStreams", "MockEvent", "MockStream"]
+
+#: Number of the last operation of each stream that has happened before.
+Clock = dict[int, int]
+
+
+def _merge(clock: Clock, other: Mapping[int, int]) -> None:
+    for stream, tick in other.items():
+        if tick > clock.get(stream, 0):
+            clock[stream] = tick
+
+
+class DeviceStreams:
+    """The streams of one device and the host that queues work on them.
+
+    Attributes:
+        host: operations that the host has waited for.
+
+    Args:
+        note_wait: called each time that code lets the host wait for a stream, an event or the device.
+    """
+
+    def __init__(self, note_wait: Callable[[], None]) -> None:
+        self.host: Clock = {}
+        self._note_wait = note_wait
+        self.streams: list[MockStream] = []
+        self.default = MockStream(self)
+        self._current = [self.default]
+
+    @property
+    def current(self) -> MockStream:
+        """Stream on which operations are queued now."""
+        return self._current[-1]
+
+    @contextmanager
+    def use(self, stream: MockStream | None) -> Iterator[MockStream | None]:
+        """Queue operations on ``stream`` during the block; None changes nothing."""
+        if stream is None:
+            yield None
+            return
+        self._current.append(stream)
+        try:
+            yield stream
+        finally:
+            self._current.pop()
+
+    def set_current(self, stream: MockStream) -> None:
+        """Queue operations on ``stream`` from now on."""
+        self._current[-1] = stream
+
+    def wait_on_host(self, clock: Mapping[int, int]) -> None:
+        """Block the host until the operations of ``clock`` are done."""
+        _merge(self.host, clock)
+
+    def synchronize(self, *clocks: Mapping[int, int]) -> None:
+        """Block the host, because code asks for it, until the operations of ``clocks`` are done; by default all."""
+        self._note_wait()
+        for clock in clocks or tuple(stream.clock for stream in self.streams):
+            _merge(self.host, clock)
+
+    def are_done(self, clock: Mapping[int, int]) -> bool:
+        """Return True if the host knows that the operations of ``clock`` are done."""
+        return all(self.host.get(stream, 0) >= tick for stream, tick in clock.items())
+
+
+class MockStream:
+    """A stream; stands for ``torch.cuda.Stream``.
+
+    Attributes:
+        number: index among the device's streams; 0 is the default stream.
+        clock: operations that the stream's next operation comes after.
+    """
+
+    def __init__(self, owner: DeviceStreams) -> None:
+        self.owner = owner
+        self.number = len(owner.streams)
+        self.clock: Clock = {}
+        self.device = torch.device("cuda", 0)
+        self.stream_id, self.device_index, self.device_type = self.number, 0, 1
+        self.cuda_stream = self.number
+        owner.streams.append(self)
+
+    def tick(self) -> int:
+        """Queue an operation and return its number."""
+        _merge(self.clock, self.owner.host)
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def follows(self, stream: int, tick: int) -> bool:
+        """Return True if operation ``tick`` of ``stream`` ends before the next operation here starts."""
+        return stream == self.number or max(self.clock.get(stream, 0), self.owner.host.get(stream, 0)) >= tick
+
+    def wait_event(self, event: MockEvent) -> None:
+        _merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: MockStream) -> None:
+        _merge(self.clock, stream.clock)
+
+    def record_event(self, event: MockEvent | None = None) -> MockEvent:
+        event = MockEvent(self.owner) if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.owner.synchronize(self.clock)
+
+    def query(self) -> bool:
+        return self.owner.are_done(self.clock)
+
+    def __enter__(self) -> MockStream:
+        self.owner._current.append(self)  # of this module
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.owner._current.pop()
+
+
+class MockEvent:
+    """An event; stands for ``torch.cuda.Event``."""
+
+    def __init__(self, owner: DeviceStreams) -> None:
+        self.owner = owner
+        self.clock: Clock = {}
+
+    def record(self, stream: Any = None) -> None:
+        self.clock = dict((stream or self.owner.current).clock)
+
+    def wait(self, stream: Any = None) -> None:
+        (stream or self.owner.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.owner.synchronize(self.clock)
+
+    def query(self) -> bool:
+        return self.owner.are_done(self.clock)
+
+    def elapsed_time(self, _: MockEvent) -> float:
+        return 1.0

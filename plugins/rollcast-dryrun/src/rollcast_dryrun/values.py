@@ -1,0 +1,101 @@
+"""Values of small device tensors, computed beside the fake ones, so that counts and indices are true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from rollcast_dryrun.schemas import is_view, leaves_of
+
+__all__ = ["Value", "attach", "compute", "copy_value", "forget", "get_value", "has_values", "set_value"]
+
+#: Largest numbers of elements of tensors whose values are computed: indices and masks, and other numbers.
+_INTEGERS, _NUMBERS = 1 << 16, 1 << 10
+_ATTRIBUTE = "_dryrun_value"
+
+
+@dataclass(eq=False)
+class _Root:
+    """Memory that a tensor and its views share; its values are known as long as all that wrote it were."""
+
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Value:
+    """The values of a fake tensor.
+
+    Attributes:
+        tensor: a tensor on the CPU of the same shape, a view of the same memory if the fake one is.
+        root: memory that they share.
+    """
+
+    tensor: torch.Tensor
+    root: _Root
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is one whose values are computed."""
+    exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    return tensor.numel() <= (_INTEGERS if exact else _NUMBERS)
+
+
+def set_value(fake: torch.Tensor, value: torch.Tensor, root: _Root | None = None) -> None:
+    """Attach values to a fake tensor; without ``root``, of memory of its own."""
+    setattr(fake, _ATTRIBUTE, Value(value, root or _Root()))
+
+
+def get_value(fake: torch.Tensor) -> torch.Tensor | None:
+    """Return a fake tensor's values; None if they are not known."""
+    value: Value | None = getattr(fake, _ATTRIBUTE, None)
+    return value.tensor if value is not None and value.root.known else None
+
+
+def copy_value(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Copy values into those of a fake tensor; None makes them unknown. A copy of all its memory makes them known."""
+    value: Value | None = getattr(target, _ATTRIBUTE, None)
+    if value is None:
+        return
+    if source is None or not has_values(source):
+        value.root.known = False
+        return
+    value.tensor.copy_(source)
+    value.root.known |= target.nbytes == target.untyped_storage().nbytes()
+
+
+def forget(fake: torch.Tensor) -> None:
+    """Make the values of a tensor, and of all that share its memory, unknown."""
+    value: Value | None = getattr(fake, _ATTRIBUTE, None)
+    if value is not None:
+        value.root.known = False
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Return True and an operation's result on the values, if those of all its tensors are known."""
+    leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(not has_values(leaf) or (isinstance(leaf, FakeTensor) and get_value(leaf) is None) for leaf in leaves):
+        return False, None
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return get_value(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    try:
+        with torch.no_grad():
+            return True, func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    except (NotImplementedError, RuntimeError):  # no kernel of the CPU, such as for flash attention
+        return False, None
+
+
+def attach(func: Any, args: tuple[Any, ...], fakes: Any, values: Any) -> None:
+    """Attach the values of an operation's result to its fake result; views share the memory of their source."""
+    source = next((leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor)), None)
+    known: Value | None = getattr(source, _ATTRIBUTE, None) if is_view(func) and source is not None else None
+    for fake, value in zip(leaves_of(fakes), leaves_of(values), strict=True):
+        if isinstance(fake, torch.Tensor) and has_values(fake) and not hasattr(fake, _ATTRIBUTE):
+            set_value(fake, value, None if known is None else known.root)

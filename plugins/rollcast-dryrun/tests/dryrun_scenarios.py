@@ -1,0 +1,206 @@
+"""What the tests run in the process with the mock: correct and faulty uses of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast_dryrun.harness import fake_cuda
+from rollcast_dryrun.record import Recorder
+
+MIB = 1 << 20
+
+
+def report(recorder: Recorder) -> dict[str, Any]:
+    phase, peak = recorder.current, recorder.allocator.peak_allocated
+    return {
+        **phase.as_dict(),
+        "peak_allocated": peak,
+        "faults": [[fault.kind, str(fault.place)] for fault in recorder.faults.values()],
+    }
+
+
+def reads_after_event() -> dict[str, Any]:
+    """A copy on its own stream, read by the computation after an event: nothing is wrong."""
+    return copy_ahead(waits=True)
+
+
+def reads_without_event() -> dict[str, Any]:
+    return copy_ahead(waits=False)
+
+
+def copy_ahead(waits: bool) -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        side = torch.cuda.Stream()
+        host = torch.ones(MIB, pin_memory=True)
+        with torch.cuda.stream(side):
+            received = torch.empty(MIB, device="cuda")
+            received.copy_(host, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().wait_event(side.record_event())
+        received.record_stream(torch.cuda.current_stream())
+        (received + 1).sum()
+        return report(recorder)
+
+
+def freed_under_a_copy(holds: bool) -> dict[str, Any]:
+    """Offload an activation on a copy stream, drop it, and let the computation reuse its memory."""
+    with fake_cuda() as recorder:
+        side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+        activation = torch.zeros(MIB, device="cuda")
+        host = torch.empty(MIB, pin_memory=True)
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            host.copy_(activation, non_blocking=True)
+        if holds:
+            activation.record_stream(side)
+        del activation
+        torch.zeros(MIB, device="cuda")
+        return report(recorder)
+
+
+def writes_what_is_read() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        side = torch.cuda.Stream()
+        weight = torch.zeros(MIB, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            weight.sum()
+        weight.add_(1)
+        return report(recorder)
+
+
+def host_reads_a_copy(waits: bool) -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        host = torch.empty(1000, pin_memory=True)
+        host.copy_(torch.zeros(1000, device="cuda"), non_blocking=True)
+        if waits:
+            torch.cuda.synchronize()
+        host.sum()
+        return report(recorder)
+
+
+def reads_value_without_event() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            loss = torch.ones(3, device="cuda").sum()
+        loss.item()
+        return report(recorder)
+
+
+def host_uses_large_memory(waits: bool) -> dict[str, Any]:
+    """Write, on the host, a buffer so large that it is fake, while it may still be copied."""
+    with fake_cuda() as recorder:
+        host = torch.empty(8 * MIB, pin_memory=True)
+        torch.empty(8 * MIB, device="cuda").copy_(host, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        host.zero_()
+        return report(recorder)
+
+
+def waits_on_request() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        torch.zeros(3, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.current_stream().record_event().synchronize()
+        return report(recorder)
+
+
+def host_writes_what_is_sent() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        host = torch.zeros(1000, pin_memory=True)
+        torch.empty(1000, device="cuda").copy_(host, non_blocking=True)
+        host.zero_()
+        return report(recorder)
+
+
+def unpinned_copy() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        torch.empty(MIB, device="cuda").copy_(torch.zeros(MIB), non_blocking=True)
+        return report(recorder)
+
+
+def item_in_a_loop() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        total = 0.0
+        for row in torch.rand(5, 3, device="cuda"):
+            total += row.sum().item()
+        return report(recorder)
+
+
+def gathers(times: int) -> dict[str, Any]:
+    with fake_cuda(world=8) as recorder:
+        whole, part = torch.empty(8 * MIB, device="cuda"), torch.zeros(MIB, device="cuda")
+        for _ in range(times):
+            dist.all_gather_into_tensor(whole, part)
+        return report(recorder)
+
+
+def reduces_over(size: int) -> dict[str, Any]:
+    with fake_cuda(world=16) as recorder:
+        group = dist.new_group(list(range(size)))
+        dist.all_reduce(torch.zeros(MIB, device="cuda"), group=group)
+        return report(recorder)
+
+
+def product(dtype: str) -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        left = torch.zeros(1024, 1024, dtype=torch.bfloat16, device="cuda")
+        (left.to(getattr(torch, dtype)) @ left.to(getattr(torch, dtype))).float()
+        return report(recorder)
+
+
+def attends(masked: bool) -> dict[str, Any]:
+    """Attention of 4 heads over 2,048 positions, forward and backward; its whole matrix has 32 MiB in bfloat16."""
+    with fake_cuda() as recorder:
+        query, key, value = (
+            torch.zeros(1, heads, 2048, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        mask = torch.ones(2048, 2048, dtype=torch.bool, device="cuda") if masked else None
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True
+        )
+        mixed.sum().backward()
+        shapes = [list(tensor.grad.shape) for tensor in (query, key, value) if tensor.grad is not None]
+        return {**report(recorder), "gradients": shapes}
+
+
+def two_copies_of_a_buffer() -> dict[str, Any]:
+    with fake_cuda() as recorder:
+        first = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        second = first.clone()
+        assert second.shape == first.shape
+        return report(recorder)
+
+
+def buffer_on_the_host() -> str:
+    with fake_cuda():
+        try:
+            torch.zeros(4, device="cuda") + torch.zeros(4)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def counts_of_all_ranks() -> list[float]:
+    """Sum and gather small counts: every rank is taken to have the same ones."""
+    with fake_cuda(world=4, rank=2):
+        mine = torch.tensor([3.0, 5.0], device="cuda")
+        rows = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(rows, mine)
+        dist.all_reduce(mine)
+        return [*mine.tolist(), *torch.stack(rows).sum(0).tolist()]
+
+
+def indices_of_a_mask() -> list[int]:
+    with fake_cuda() as recorder:
+        mask = torch.tensor([True, False, True, True], device="cuda")
+        places = mask.nonzero().squeeze(1)
+        assert sum(recorder.current.host_reads.values()) == 1
+        found: list[int] = (places * 2).tolist()
+        return found
