@@ -56,6 +56,7 @@ def with_reward(tmp_path: Path, body: str) -> list[str]:
         ("trackers=[consol]", ["consol", "console"]),
     ],
 )
+@pytest.mark.cases(2)
 def test_unknown_part(assert_refused: Refused, override: str, says: list[str]) -> None:
     assert_refused(*TRAIN, override, says=says)
 
@@ -94,6 +95,7 @@ def test_misspelt_key_in_a_file_names_the_file(assert_refused: Refused, rollcast
         (["data.train_batch_size=999999", "actor.ppo_mini_batch_size=999999"], ["999999", "6000"]),
     ],
 )
+@pytest.mark.cases(2)
 def test_sizes_that_do_not_fit(assert_refused: Refused, overrides: list[str], says: list[str]) -> None:
     assert_refused(*TRAIN, *overrides, says=says)
 
@@ -109,6 +111,7 @@ GOOD = json.dumps({"prompt": "31=", "ground_truth": "13"}) + "\n"
         ("", ["rows.jsonl", "no rows"]),
     ],
 )
+@pytest.mark.cases(2)
 def test_bad_dataset(assert_refused: Refused, rollcast: Commands, task: Path, text: str, says: list[str]) -> None:
     assert_refused(*TRAIN, *with_rows(task, rollcast.folder, text), says=says)
 
@@ -135,6 +138,7 @@ def test_model_folder_without_a_tokenizer(assert_refused: Refused, rollcast: Com
         ("return 'good'", ["good"]),
     ],
 )
+@pytest.mark.cases(2)
 def test_bad_reward(assert_refused: Refused, rollcast: Commands, body: str, says: list[str]) -> None:
     assert_refused(*TRAIN, *with_reward(rollcast.folder, body), says=["mine.py", *says])
 
@@ -209,6 +213,7 @@ def test_bad_change_loses_nothing_that_was_saved(assert_refused: Refused, rollca
     assert (rollcast.folder / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.exhaustive
 def test_full_disk_while_saving(rollcast: Commands) -> None:
     """No file may grow beyond 256 KiB from the first checkpoint on: the second one cannot be written."""
     arguments = [*TRAIN, "trainer.total_steps=50", "trainer.test_freq=-1", "trackers=[jsonl]"]

@@ -70,6 +70,7 @@ def output_of(slurm: dict[str, str]) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_slurm_script_runs_on_two_nodes_and_requeues_a_preempted_job(slurm: dict[str, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = start(slurm, run_dir)

@@ -151,6 +151,7 @@ def test_the_weight_sync_carries_weights_to_a_replica(installed: Commands) -> No
     assert row["rollout/logprob_gap_max"] < 1e-3
 
 
+@pytest.mark.exhaustive
 def test_preprocessor_and_dataset_feed_a_run(installed: Commands) -> None:
     files = ("data.train_files=[data/reverse/train.jsonl]", "data.val_files=[data/reverse/test.jsonl]")
     made = ("data.preprocess=reverse", "data.preprocess_dir=data/reverse", "model.path=models/tiny")

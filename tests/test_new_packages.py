@@ -63,6 +63,7 @@ def test_their_tests_pass(packages: Path) -> None:
     assert passed["rollout"] > 25
 
 
+@pytest.mark.exhaustive
 def test_the_engine_trains_a_model_without_weights(packages: Path) -> None:
     few = (
         "trainer.total_steps=1",

@@ -31,6 +31,7 @@ def notebook(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     return kept, ran
 
 
+@pytest.mark.cases(1)
 def test_a_notebook_runs_and_shows_what_is_kept(notebook: tuple[Any, Any]) -> None:
     kept, ran = map(outputs, notebook)
     without_figures = [[re.sub(r"[\d.#%]+|'.*'|[\[\]]", "", text) for text in each] for each in (kept, ran)]

@@ -32,6 +32,7 @@ def killed(rollcast_of_module: Commands) -> Commands:
     return rollcast
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_is_watched_listed_and_resumed(killed: Commands) -> None:
     command = "rollcast train " + " ".join(
         [*SMALL, "runtime=local", "trainer.total_steps=8", "run_dir=runs/quickstart"]

@@ -97,6 +97,7 @@ def _is_worker(title: str) -> bool:
     return title.startswith(("ray::HostActor", "ray::actor_rollout"))
 
 
+@pytest.mark.exhaustive
 def test_goes_on_after_kill_9_as_if_nothing_had_happened(whole_run: Path, rollcast_of_module: Commands) -> None:
     command = ["train", *SMALL, "run_dir=killed", "trainer.total_steps=6"]
     folder = rollcast_of_module.folder / "killed"
@@ -131,6 +132,7 @@ def test_interrupt_stops_the_workers_and_keeps_the_checkpoint(rollcast: Commands
     assert all((checkpoint / "trainer.json").exists() for checkpoint in checkpoints)
 
 
+@pytest.mark.exhaustive
 def test_two_sharded_workers_draw_the_same_curve(whole_run: Path, rollcast_of_module: Commands) -> None:
     """Rows are sampled by their own seeds, so both go the same way until rounding makes a token another."""
     rollcast_of_module.must_run("train", *SMALL, "run_dir=two", "trainer.total_steps=6", "placement.n_gpus_per_node=2")

@@ -25,6 +25,7 @@ def test_the_pages_tests_pass(plugin: PagePackage) -> None:
     assert plugin.count_passed() >= 7
 
 
+@pytest.mark.exhaustive
 def test_the_plan_says_why_the_stage_is_there(plugin: PagePackage) -> None:
     plan = json.loads(plugin.rollcast("plan", "--json", *SMALL))
     assert plan["stages"]["difficulty"]["reason"] == "advantage reads difficulty"

@@ -44,6 +44,7 @@ def test_mode_works_in_ray_workers(stranger: PagePackage) -> None:
     assert stranger.run("use_stripes.py").strip().splitlines()[-1] == "[0, 2, 4, 6, 8]"
 
 
+@pytest.mark.exhaustive
 def test_estimator_and_reward_are_named_in_a_command_line(stranger: PagePackage) -> None:
     stranger.rollcast(
         *("train", "recipe=quickstart", "runtime=ray", "run_dir=runs/stripes", "trainer.total_steps=2"),

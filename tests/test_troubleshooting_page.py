@@ -128,6 +128,7 @@ def test_a_wrong_run_ends_with_the_pages_message(beginning: str, task: Commands,
     assert quoted(beginning).match(message), message
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_that_does_not_answer(rollcast: Commands) -> None:
     # Nothing listens on port 1.
     overrides = ("runtime=ray", "runtime.address=127.0.0.1:1")
@@ -143,6 +144,7 @@ def test_a_cluster_that_does_not_answer(rollcast: Commands) -> None:
         ("old", "Requires-Dist: rollcast<0.1\n", "def f(sample): return 0.0\n", "error: rollcast-old 1.0"),
     ],
 )
+@pytest.mark.cases(2)
 def test_a_plugin_that_does_not_load(name: str, requires: str, source: str, beginning: str, rollcast: Commands) -> None:
     rollcast.install(f"rollcast-{name}", f"{name}_reward", source, f"[rollcast.rewards]\n{name} = {name}_reward:f\n")
     metadata = rollcast.site / f"rollcast_{name}-1.0.dist-info" / "METADATA"
@@ -160,6 +162,7 @@ def test_a_name_that_two_distributions_claim(rollcast: Commands) -> None:
     assert quoted("error: 'twice' in rollcast.rewards is claimed").match(message), message
 
 
+@pytest.mark.exhaustive
 def test_a_run_directory_that_cannot_be_resumed(rollcast: Commands) -> None:
     """Other settings, a missing file and a changed byte, one after the other in one run directory."""
     rollcast.must_run(*TRAIN, "run_dir=good")
@@ -190,6 +193,7 @@ def test_a_run_directory_that_another_run_uses(rollcast: Commands) -> None:
     assert quoted("error: run_dir=run is in use").match(message), message
 
 
+@pytest.mark.exhaustive
 def test_a_folder_with_too_long_a_path_for_ray(rollcast: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = rollcast.folder / "scratch" / ("x" * 100)
     folder.mkdir(parents=True)

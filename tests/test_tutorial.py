@@ -100,6 +100,7 @@ def cluster() -> Iterator[str]:
     nodes.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_of_two_nodes(tutorial: Commands, cluster: str) -> None:
     # The nodes are started in the folder of the tests, not in the reader's.
     start = f"model.path={tutorial.folder / START}"

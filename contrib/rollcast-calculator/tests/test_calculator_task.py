@@ -125,6 +125,7 @@ def test_an_evaluation_takes_its_sections_from_the_recipe() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_model_is_evaluated_by_the_recipe(made: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     AutoTokenizer.from_pretrained(str(made / "model")).save_pretrained(model)

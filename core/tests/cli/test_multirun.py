@@ -66,6 +66,7 @@ def test_nothing_starts_if_one_combination_is_wrong(train: Run, tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_failed_run_does_not_stop_the_others(train: Run, steps: Callable[[], dict[str, int]]) -> None:
     done = train("trainer.what=refuse,bug,fine", "trainer.steps=1", "run_dir=runs/x")
     assert done.code == 2
@@ -98,6 +99,7 @@ def waiting(cli_plugin: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.cases(1)
 def test_a_signal_stops_the_run_and_the_sweep(
     waiting: subprocess.Popen[str], number: signal.Signals, tmp_path: Path
 ) -> None:

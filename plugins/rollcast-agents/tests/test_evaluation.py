@@ -98,6 +98,7 @@ def test_agents_are_evaluated_and_an_interrupted_evaluation_goes_on(task: AgentT
         run(eval_app, prompts, "--output", str(output), *chosen, "agent.max_assistant_turns=1")
 
 
+@pytest.mark.exhaustive
 def test_environments_score_and_failures_are_counted(task: AgentTask, tmp_path: Path) -> None:
     Dying.count, output = 0, tmp_path / "scored.jsonl"
     chosen = settings(task, "reward=exact_match", "agent.loop=environment", "agent.environment=dying")

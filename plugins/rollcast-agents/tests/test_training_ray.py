@@ -32,6 +32,7 @@ def sampled(run_dir: Path, step: int) -> dict[str, list[list[int]]]:
     return {each.rollout_id: [segment.token_ids.tolist() for segment in each.segments] for each in found}
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_sharded_actor_take_turns_of_their_own(task: AgentTask, tmp_path: Path) -> None:
     # Five prompts of one rollout on two ranks: one of them gets a filler, and they have different numbers of turns.
     sizes = ("data.train_batch_size=5", "rollout.n=1", "actor.ppo_mini_batch_size=5", "trainer.total_steps=1")
@@ -65,7 +66,9 @@ def test_workers_in_a_pool_of_their_own_sample_from_replicas(task: AgentTask, tm
     assert len(sampled(tmp_path / "run", 1)) == 16
 
 
-@pytest.mark.parametrize("runtime", [(), ON_RAY], ids=["local", "ray"])
+@pytest.mark.parametrize(
+    "runtime", [pytest.param((), id="local", marks=pytest.mark.exhaustive), pytest.param(ON_RAY, id="ray")]
+)
 def test_agents_roll_out_while_the_actor_trains(task: AgentTask, tmp_path: Path, runtime: tuple[str, ...]) -> None:
     changes = (
         "rollout.weight_sync=shared_memory",

@@ -83,6 +83,7 @@ def test_planners_agree_on_a_small_problem(small_task: SmallTask, tmp_path: Path
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.cases(1)
 def test_a_written_mapping_trains(small_task: SmallTask, tmp_path: Path, devices: int) -> None:
     """Pools of one process each, which the runtime of the tests can start."""
     file = tmp_path / "mapping.yaml"
@@ -98,6 +99,7 @@ def test_a_written_mapping_trains(small_task: SmallTask, tmp_path: Path, devices
         assert read_metrics(tmp_path / "run")[-1]["step"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_mapping_with_rollouts_beside_training_trains(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

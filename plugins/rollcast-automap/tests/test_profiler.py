@@ -167,6 +167,7 @@ def clumsy() -> Iterator[None]:
 
 @pytest.mark.usefixtures("clumsy")
 @pytest.mark.parametrize("when", ["start", "stop"])
+@pytest.mark.cases(1)
 def test_a_profiler_that_fails_is_given_up_and_the_run_goes_on(
     small_task: SmallTask,
     tmp_path: Path,

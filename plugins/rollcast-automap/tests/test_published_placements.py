@@ -120,6 +120,7 @@ def test_actor_and_critic_are_apart_on_many_devices() -> None:
     assert not any({"actor", "critic"} <= roles for roles in found)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("model", "devices"), [("13b", 96), ("34b", 96), ("34b", 128)])
 def test_a_split_wins_on_many_devices_with_the_papers_parallelism(model: str, devices: int) -> None:
     problem = ppo(model, devices, is_papers_mesh=True)

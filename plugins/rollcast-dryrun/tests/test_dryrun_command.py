@@ -104,6 +104,7 @@ def test_what_a_dry_run_cannot_do_is_told_in_a_line(model: Path, monkeypatch: py
     assert "finds no compiler; install g++" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_s_base_is_sent_once(model: Path, compiler: None) -> None:
     changes = ("model.lora_rank=4",)
     result = run(model, "gsm8k_qwen2_5_7b_8gpu", *changes, "--json")
@@ -114,6 +115,7 @@ def test_an_adapter_s_base_is_sent_once(model: Path, compiler: None) -> None:
     assert 0 < each_step < once / 4
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_of_several_kinds_is_refused(model: Path, compiler: None) -> None:
     groups = "cluster.groups=[{device: h100, nodes: 1}, {device: a100, nodes: 1}]"
     result = run(model, "gsm8k_qwen2_5_7b_8gpu", groups)

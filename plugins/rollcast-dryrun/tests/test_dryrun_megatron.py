@@ -28,7 +28,7 @@ def table() -> list[Any]:
     return [pytest.param(cell, id=cell.name) for cell in megatron_cells()]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cell", table())
 def test_a_step(mock_process: MockProcess, cell: Any) -> None:
     record = mock_process.call("rollcast_dryrun.engines:record_engine", asdict(cell))

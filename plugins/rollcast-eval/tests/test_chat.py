@@ -60,6 +60,7 @@ def test_a_conversation_goes_on_and_starts_again(model: Path, tmp_path: Path) ->
     assert talk(model, "12\n")[0] == expect(model, [("user", "12")]) + "\n"
 
 
+@pytest.mark.exhaustive
 def test_a_message_that_is_too_long_is_dropped(model: Path) -> None:
     out, err = talk(model, "1" * 3000 + "\n12\n")
     assert out == expect(model, [("user", "12")]) + "\n"

@@ -56,6 +56,7 @@ def generated(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -
     return output
 
 
+@pytest.mark.exhaustive
 def test_model_and_prompts_may_be_urls(
     small_task: SmallTask, generated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.long
 PACKS = {"use_remove_padding": True}
 
 
+@pytest.mark.cases(2)
 class TestFsdpEngine(EngineSuite):
     name = "fsdp"
     packing_config: ClassVar = PACKS
@@ -34,6 +35,7 @@ class TestFsdpEngine(EngineSuite):
     }
 
 
+@pytest.mark.cases(1)
 class TestFsdpEngineThatSavesMemory(EngineSuite):
     name = "fsdp"
     engine_config: ClassVar = {
@@ -51,13 +53,14 @@ class TestFsdpEngineThatSharesPrompts(EngineSuite):
     engine_config: ClassVar = {"share_prompts": True}
 
 
+@pytest.mark.cases(1)
 class TestFsdpEngineOfAMixture(EngineSuite):
     name = "fsdp"
     model_options: ClassVar = {"experts": 4}
     packing_config: ClassVar = PACKS
     layouts: ClassVar = {
-        "two ranks": Layout(2),
         "two ranks of one sequence": Layout(
             2, {"ulysses_sequence_parallel_size": 2, "enable_gradient_checkpointing": True, **PACKS}
         ),
+        "two ranks": Layout(2),
     }

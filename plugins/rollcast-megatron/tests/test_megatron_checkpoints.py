@@ -40,7 +40,7 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         torch.testing.assert_close(after["after"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "tied", "source", "target"),
     [
@@ -80,6 +80,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.cases(1)
 def test_the_same_mesh_goes_on_bitwise(
     two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, background: bool
 ) -> None:

@@ -22,14 +22,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute
 ALWAYS = (
     "sequence parallel, in chunks",
     "packed, interleaved",
-    "copies of the optimizer",
-    "copies, overlapped",
     "tensor x pipeline",
-    "uneven, interleaved",
-    "packed context",
     "context x copies",
 )
-ALWAYS_OF_A_MIXTURE = ("interleaved, recomputed", "tensor x experts", "experts over packed context")
 
 
 def some(layouts: dict[str, Layout], always: Collection[str]) -> dict[str, Layout]:
@@ -71,21 +66,19 @@ class TestMegatronEngine(EngineSuite):
     )
 
 
+@pytest.mark.cases(1)
 class TestMegatronEngineOfAMixture(EngineSuite):
     name = "megatron"
     packing_config: ClassVar = PACKED
     model_options: ClassVar = {"experts": 4}
-    layouts: ClassVar = some(
-        {
-            "experts": Layout(2, EXPERTS),
-            "experts, recomputed": Layout(2, {**EXPERTS, **FULL, "use_distributed_optimizer": False}),
-            "pipeline": Layout(2, PIPELINE),
-            "interleaved, recomputed": Layout(2, {**INTERLEAVED, **FULL}, layers=4),
-            "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
-            "experts x copies": Layout(4, EXPERTS),
-            "experts x copies, overlapped": Layout(4, {**EXPERTS, **OVERLAP}),
-            "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
-            "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
-        },
-        ALWAYS_OF_A_MIXTURE,
-    )
+    layouts: ClassVar = {
+        "tensor x experts": Layout(4, {**TENSOR, **EXPERTS, "sequence_parallel": True}),
+        "experts": Layout(2, EXPERTS),
+        "experts, recomputed": Layout(2, {**EXPERTS, **FULL, "use_distributed_optimizer": False}),
+        "pipeline": Layout(2, PIPELINE),
+        "interleaved, recomputed": Layout(2, {**INTERLEAVED, **FULL}, layers=4),
+        "experts x copies": Layout(4, EXPERTS),
+        "experts x copies, overlapped": Layout(4, {**EXPERTS, **OVERLAP}),
+        "experts over packed context": Layout(2, {**EXPERTS, **CONTEXT, **PACKED}),
+        "tensor x experts over context": Layout(4, {**TENSOR, **EXPERTS, **CONTEXT, "sequence_parallel": True}),
+    }

@@ -88,7 +88,7 @@ def test_training_is_that_of_peft(
     assert_close(result["weights"], plain_weights(plain_model(folder)), rtol=0, atol=0)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "tied", "keys"),
     [
@@ -165,7 +165,7 @@ def test_only_an_engine_with_an_adapter_has_a_base_model(model_of: Callable[...,
         engine.set_reference(engine)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("keys", [{}, SP2, PP2, VP2], ids=["copies", "sp2", "pp2", "interleaved"])
 def test_checkpoints_hold_the_adapter_and_resume(
     two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, keys: dict[str, Any]

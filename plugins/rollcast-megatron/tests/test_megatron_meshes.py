@@ -45,7 +45,7 @@ def assert_same(plain: dict[str, Any], results: list[dict[str, Any]]) -> None:
             )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "tied", "keys"),
     [
@@ -72,6 +72,7 @@ def test_two_ranks_are_plain_transformers(
         pytest.param({"decoder_sparse_step": 1, "mlp_only_layers": [2]}, {**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
     ],
 )
+@pytest.mark.cases(1)
 def test_experts_among_dense_layers(
     two_ranks: Ranks, tmp_path: Path, changes: dict[str, Any], keys: dict[str, Any]
 ) -> None:
@@ -96,7 +97,7 @@ def test_experts_for_some_tokens_and_for_all(
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
@@ -114,6 +115,7 @@ def test_latent_attention(two_ranks: Ranks, tmp_path: Path, changes: dict[str, A
 
 
 @pytest.mark.parametrize("left_out", [["mscale"], ["mscale_all_dim"], ["mscale", "mscale_all_dim"]], ids="-".join)
+@pytest.mark.cases(1)
 def test_yarn_without_its_scales(tmp_path: Path, left_out: list[str]) -> None:
     rope = {name: value for name, value in DEEPSEEK["rope_parameters"].items() if name not in left_out}
     folder = family_folder(tmp_path / "model", "deepseek_v3", False, rope_parameters=rope)
@@ -137,6 +139,7 @@ def test_options_of_yarn_that_would_be_ignored_are_refused(tmp_path: Path, optio
         pytest.param({**PP2, **FULL_RECOMPUTE}, id="pp2-recompute"),
     ],
 )
+@pytest.mark.cases(1)
 def test_the_balance_loss_is_that_of_one_rank(
     two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any]
 ) -> None:
@@ -151,6 +154,7 @@ def test_the_balance_loss_is_that_of_one_rank(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases on the projections, with norms on the heads
+@pytest.mark.cases(1)
 def test_ranks_share_a_key_value_head(two_ranks: Ranks, tmp_path: Path, family: str) -> None:
     folder = family_folder(tmp_path / "model", family, False, num_key_value_heads=1)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **TP2))

@@ -195,7 +195,7 @@ def test_random_weights_are_the_same_on_every_mesh(two_ranks: Ranks, model_of: C
             assert all(torch.equal(result["weights"][name], tensor) for name, tensor in alone.items())
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -229,7 +229,7 @@ def test_the_exact_kl_is_that_of_one_rank(
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "keys"),
     [

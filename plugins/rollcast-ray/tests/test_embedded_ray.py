@@ -102,6 +102,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_a_killed_owner_lives_longer_than_ten_seconds() -> None:
     owner = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -101,6 +101,7 @@ def test_a_deadline_shows_where_the_late_rank_is_and_interrupts_it(group: Worker
         group.pid()
 
 
+@pytest.mark.exhaustive
 def test_calls_that_wait_behind_a_failed_one_do_not_run(group: WorkerGroup, tmp_path: Path) -> None:
     failing = group.raise_on_all.remote()
     behind = group.mark.remote("behind")
@@ -115,6 +116,7 @@ def test_calls_that_wait_behind_a_failed_one_do_not_run(group: WorkerGroup, tmp_
     assert len(list(tmp_path.glob("after-*"))) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_cannot_be_interrupted_is_named(group: WorkerGroup, tmp_path: Path, caplog) -> None:
     handle = group.wait_on.remote(1)
     assert soon(lambda: (tmp_path / "started-1").exists())
@@ -172,6 +174,7 @@ def test_waiting_never_cancels_and_cancel_does(group: WorkerGroup, tmp_path: Pat
         group.pid()
 
 
+@pytest.mark.exhaustive
 def test_a_call_that_has_not_started_is_cancelled_without_harm(group: WorkerGroup, tmp_path: Path) -> None:
     first = group.wait_for_file.remote(str(tmp_path / "go"))
     waiting = group.wait_on.remote(1)
@@ -195,6 +198,7 @@ def test_a_group_that_lost_a_rank_is_restarted(group: WorkerGroup) -> None:
     assert [context.rank for context in view.contexts] == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_call_of_before_a_restart_does_not_poison_the_group(group: WorkerGroup) -> None:
     old = group.wait_on.remote(1)
     group.restart()

@@ -72,6 +72,7 @@ def prompts() -> DataProto:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_round_moves_three_columns_to_the_driver_and_nothing_else(actor, critic, arrived) -> None:
     batch = actor.generate.remote(prompts()).select(["uid", "prompts", "responses", "score"])
     batch = batch.joined(actor.log_probs.remote(batch.select("responses")).select("old_log_probs"))

@@ -203,6 +203,7 @@ def test_groups_share_devices_by_fractions_up_to_a_count(make) -> None:
     assert second.device() == [("0", 0), ("1", 0)]
 
 
+@pytest.mark.exhaustive
 def test_workers_log_at_the_level_of_the_drivers_environment(make, monkeypatch) -> None:
     def level(**options: Any) -> tuple[int, int]:
         group = make(ResourcePool([1]), **options)
@@ -218,6 +219,7 @@ def test_workers_log_at_the_level_of_the_drivers_environment(make, monkeypatch) 
         level(env={"ROLLCAST_LOGGING_LEVEL": "loud"})
 
 
+@pytest.mark.exhaustive
 def test_under_a_noset_switch_each_rank_finds_its_device_among_all(make) -> None:
     switch = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     _, upper = ResourcePool([2], use_gpu=True, max_colocate_count=2).split(1)
@@ -333,6 +335,7 @@ def test_an_address_of_another_cluster_than_the_one_that_runs_is_refused(runtime
         RayRuntime(address="127.0.0.1:1").start()
 
 
+@pytest.mark.exhaustive
 def test_the_last_output_of_a_process_comes_from_its_own_node(make, tmp_path: Path, monkeypatch) -> None:
     """The driver's machine has no file of that process, but one of another that has the same id."""
     group = make(ResourcePool([2], resources={"disk": 1}), name="far")
@@ -414,6 +417,7 @@ def drive(cluster, script: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.exhaustive
 def test_a_detached_group_is_found_again_by_other_drivers(cluster, runtime) -> None:
     started = drive(
         cluster,

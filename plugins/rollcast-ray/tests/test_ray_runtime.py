@@ -65,6 +65,7 @@ def test_an_embedded_ray_starts_and_ends_without_a_trace(monkeypatch, capfd) -> 
 
 
 @pytest.mark.parametrize("by_variable", [False, True], ids=["address", "RAY_ADDRESS"])
+@pytest.mark.cases(1)
 def test_a_ray_that_was_joined_is_left_running(monkeypatch, cluster, by_variable) -> None:
     if by_variable:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -210,6 +211,7 @@ def test_processes_start_in_the_runtime_environment(monkeypatch) -> None:
         assert group.execute_func(lambda worker: __import__("os").environ.get("A_KEY")) == ["1"]
 
 
+@pytest.mark.exhaustive
 def test_a_runtime_starts_anew_after_the_users_own_shutdown_of_ray(monkeypatch) -> None:
     monkeypatch.setattr(liveness, "_LOOK_S", 0.02)
     started = []

@@ -81,6 +81,7 @@ def test_a_declared_write_is_private_to_each_rank(pair) -> None:
     assert pair.read(handle) == [batch()["x"].flatten().tolist()] * 2
 
 
+@pytest.mark.exhaustive
 def test_damaged_rows_cannot_be_read_by_anybody(pair, stages) -> None:
     kept = stages[0].plus.remote(DataProto({"y": torch.zeros(ROWS, 20)}))
     with pytest.raises(WorkerError, match="wrote in place to column 'z'"):

@@ -92,6 +92,7 @@ def commands(run: Path, good: Path) -> list[tuple[Any, list[str]]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.cases(2)
 def test_damaged_files_end_no_command_with_a_traceback(seed: int, good: Path, tmp_path: Path) -> None:
     chance, run = random.Random(seed), tmp_path / "runs" / "run"
     invoke: Callable[..., Any] = CliRunner().invoke

@@ -83,6 +83,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
         ask(address, requests[:1])
 
 
+@pytest.mark.exhaustive
 def test_stops_at_every_stop_token(start_replica: Start, model_folder: Path) -> None:
     (request,) = make_requests(1)
     tokens = greedy(load_model(model_folder), request.prompt_ids, 8)
@@ -147,6 +148,7 @@ def test_openai_endpoint(shared_replica: Started, model_folder: Path) -> None:
         assert post(f"{base}/completions", wrong, address.token)[0] == 400
 
 
+@pytest.mark.exhaustive
 def test_ends_with_its_parent(replica_spec: ReplicaSpec, tmp_path: Path) -> None:
     code = (
         "import json, sys, os, signal\n"

@@ -83,6 +83,7 @@ def test_a_replica_that_cannot_start(replica_spec: ReplicaSpec) -> None:
     runtime.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_seeds_decide_samples_on_any_replica(local_group: WorkerGroup) -> None:
     replicas = Replicas(local_group)
     prompts = prompts_of([request.prompt_ids for request in make_requests(6)])

@@ -390,6 +390,7 @@ def test_faults_of_a_tracker_are_caught(tracker: type[BaseTracker], law: str, ca
         (Placeless, {"it_declares_where_it_works"}),
     ],
 )
+@pytest.mark.cases(4)
 def test_faults_of_a_weight_sync_are_caught(sync: type[BaseWeightSync], laws: set[str]) -> None:
     suite = WeightSyncSuite()
     started: list[Any] = []
@@ -510,6 +511,7 @@ class OfCounting(TrainerSuite):
         (Short, "hooks_are_called_in_order"),
     ],
 )
+@pytest.mark.cases(4)
 def test_faults_of_a_trainer_are_caught(trainer: type[Counting], law: str, tmp_path: Path) -> None:
     task = TrainerTask.write(tmp_path)
 

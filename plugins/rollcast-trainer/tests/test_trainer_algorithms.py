@@ -118,6 +118,7 @@ def test_configured_stops_end_responses(small_task: SmallTask, tmp_path: Path) -
     assert all(row["rollout/response_length_mean"] == row["rollout/finished"] == 1 for row in finite(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_when_the_gap_was_measured_is_part_of_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
     section = "algorithm.rollout_correction"
     changes = [f"{section}.bypass_mode=true", f"{section}.bypass_max_kl=1.0", f"{section}.bypass_check_freq=3"]
@@ -144,6 +145,7 @@ def test_the_critic_learns_and_a_stopped_run_goes_on_with_it(small_task: SmallTa
     assert (tmp_path / "whole" / "checkpoints" / "step_4" / "critic").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_the_weight_of_an_adaptive_penalty_is_part_of_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
     changes = [
         "algorithm.use_kl_in_reward=true",
@@ -177,6 +179,7 @@ def test_a_greedy_baseline_is_that_of_the_rows_prompt(small_task: SmallTask, tmp
         assert worker_of(trainer) is not None
 
 
+@pytest.mark.exhaustive
 def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     on_ray = ["runtime=ray", "runtime.threads_per_worker=1", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"]
     launch(critic_run(small_task, tmp_path / "fused", *SHORT, *on_ray))

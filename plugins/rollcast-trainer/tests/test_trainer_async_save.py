@@ -35,6 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     release.set()
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_parts_is_that_of_one_piece(small_task: SmallTask, tmp_path: Path) -> None:
     launch(small_task.ppo(tmp_path / "whole"))
     launch(small_task.ppo(tmp_path / "parts", *ASYNC, "trainer.total_steps=2"))

@@ -51,6 +51,7 @@ def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path:
     assert rows[-1]["rollout/groups_waiting"] == rows[-1]["rollout/groups_running"] == 0
 
 
+@pytest.mark.exhaustive
 def test_stragglers_are_for_training_at_replicas(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

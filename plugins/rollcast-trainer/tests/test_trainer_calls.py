@@ -56,6 +56,7 @@ class Fetched:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_driver_fetches_the_columns_that_it_computes_with(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def is_judge(process: psutil.Process) -> bool:
     return any(Path(each.path).name.startswith("judge_") for each in process.open_files())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str], tmp_path: Path, ahead: int) -> None:
     beside = [

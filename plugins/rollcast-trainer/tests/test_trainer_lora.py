@@ -40,6 +40,7 @@ def of_the_run(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if not key.startswith(others)}
 
 
+@pytest.mark.exhaustive
 def test_a_replica_with_only_the_adapter_sent_is_the_same_run(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_norm_is_that_of_a_plain_pytorch_step(small_task: SmallTask, two_wor
     assert read_metrics(run_dir)[1]["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_balancing_the_ranks_changes_no_gradient(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     """Prompts of 3 to 16 tokens, with a reference and a critic, which get their rows in another order too."""
     ragged = tmp_path / "ragged.jsonl"
@@ -187,6 +188,7 @@ def test_a_run_goes_on_with_another_number_of_workers(small_task: SmallTask, ray
                 torch.testing.assert_close(weights_of(run_dir, part)[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.exhaustive
 def test_ranks_sample_differently_and_one_worker_can_go_on(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:

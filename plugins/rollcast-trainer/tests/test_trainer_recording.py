@@ -109,6 +109,7 @@ def runtime() -> Iterator[RayRuntime]:
         made.recorder = None
 
 
+@pytest.mark.exhaustive
 def test_a_call_of_several_ranks_with_handles_runs_on_one(runtime: RayRuntime, tmp_path: Path) -> None:
     runtime.recorder = recorder = CallRecorder("scale:2", tmp_path)
     group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Scaled, 2.0), runtime=runtime, name="g")

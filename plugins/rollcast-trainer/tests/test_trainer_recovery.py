@@ -104,6 +104,7 @@ def test_a_run_goes_on_after_the_loss_of_a_replica_with_its_worker(
     assert [each["step"] for each in read_jsonl(tmp_path / "recoveries.jsonl")] == [1]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_generates_ahead_goes_on_with_the_groups_it_had_drawn(
     small_task: SmallTask, ray_is_up: None, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_only_a_loss_of_processes_is_recovered_from(tmp_path: Path) -> None:
     assert recoveries.accept(raised)
 
 
+@pytest.mark.exhaustive
 def test_the_loop_can_run_in_a_process_of_the_cluster(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     changes = [*ON_RAY, "trainer.on_driver=false", "trainer.total_steps=1", "trackers=[jsonl,report]"]
     assert launch(small_task.ppo(tmp_path, *changes, "trainer.save_freq=-1", "data.val_files=[]")).step == 1

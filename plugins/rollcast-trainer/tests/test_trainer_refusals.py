@@ -203,7 +203,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damaged_run_directory(
     run: Path,
@@ -350,6 +350,7 @@ def test_a_plugin_that_cannot_work_is_refused_before_anything_is_written(
         (["actor.use_kl_loss=true", "actor.kl_loss_type=test_mean"], "returned estimates that are torch.float32 []"),
     ],
 )
+@pytest.mark.cases(3)
 def test_what_a_plugin_returns_is_checked_in_the_first_step(
     train: Callable[..., Result], tmp_path: Path, changes: list[str], says: str
 ) -> None:

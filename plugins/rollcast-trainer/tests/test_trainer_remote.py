@@ -169,6 +169,7 @@ def test_a_data_file_that_is_missing_is_named_with_its_key(small_task: SmallTask
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_workers_of_a_cluster_copy_the_model_themselves(
     small_task: SmallTask, tmp_path: Path, cache: Path, whole_run: Path, ray_is_up: None
 ) -> None:

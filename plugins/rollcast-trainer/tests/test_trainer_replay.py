@@ -61,6 +61,7 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(2)
 def test_a_replay_repeats_training_bit_by_bit(small_task: SmallTask, tmp_path: Path, kind: str) -> None:
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
     changes = [*RUN, *KINDS[kind]]

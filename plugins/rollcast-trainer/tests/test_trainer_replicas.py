@@ -76,7 +76,7 @@ def none_is_left() -> Iterator[None]:
     assert not left
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -155,6 +155,7 @@ def test_the_canary_notices_stale_weights(
         assert trainer.run.sync_weights()["sync/canary_gap"] < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_was_killed_comes_back_with_the_present_weights(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, *SHARED)) as trainer:
         change_actor(trainer)
@@ -165,6 +166,7 @@ def test_a_replica_that_was_killed_comes_back_with_the_present_weights(small_tas
         assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_sft_validates_with_replicas(small_task: SmallTask, tmp_path: Path) -> None:
     from trainer_tools import launch as run
 
@@ -172,6 +174,7 @@ def test_sft_validates_with_replicas(small_task: SmallTask, tmp_path: Path) -> N
     assert "val/accuracy" in read_metrics(tmp_path)[-1]
 
 
+@pytest.mark.exhaustive
 def test_replicas_in_bfloat16_are_sent_bfloat16(small_task: SmallTask, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(small_task.model, folder)

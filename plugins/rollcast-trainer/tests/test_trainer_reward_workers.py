@@ -47,6 +47,7 @@ def test_functions_of_trl_get_batch_and_progress(small_task: SmallTask, tmp_path
     assert [row["reward/step/samples"] for row in rows] == [16, 16]
 
 
+@pytest.mark.exhaustive
 def test_groups_are_scored_by_workers_as_they_end(small_task: SmallTask, tmp_path: Path) -> None:
     changes = [*BESIDE, *POOL, "trainer.max_staleness=1", "trainer.total_steps=3", "data.val_files=[]"]
     launch(small_task.ppo(tmp_path, *changes))

@@ -48,6 +48,7 @@ def test_the_rollout_s_experts_close_the_gap(tied_task: SmallTask, tmp_path: Pat
     assert max(replayed) <= 1e-5
 
 
+@pytest.mark.exhaustive
 def test_replicas_send_their_experts(tied_task: SmallTask, tmp_path: Path) -> None:
     replica = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.canary.enable=false"]
     environment = "rollout.replica.env={OMP_NUM_THREADS: '1'}"

@@ -112,6 +112,7 @@ def test_the_goal_is_on_the_metric_that_is_named(small_task: SmallTask, tmp_path
         assert launch(small_task.sft(run_dir, *half, *goal)).step == step
 
 
+@pytest.mark.exhaustive
 def test_a_goal_on_another_metric_does_not_take_over_what_the_first_one_reached(
     small_task: SmallTask, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_warm_start_is_trained_once_and_started_from(small_task: SmallTask, tm
     assert files_of(tmp_path / "warm_start") == before
 
 
+@pytest.mark.exhaustive
 def test_a_warm_start_with_another_seed_is_not_taken_for_this_one(
     small_task: SmallTask, tmp_path: Path, warm_recipe: str
 ) -> None:

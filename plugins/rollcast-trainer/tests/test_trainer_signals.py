@@ -125,6 +125,7 @@ def test_nothing_listens_beyond_loopback_and_a_hangup_ends_it(small_task: SmallT
     assert_ends(process, act, ["interrupted; the last checkpoint is"], 128 + signal.SIGHUP)
 
 
+@pytest.mark.exhaustive
 def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path) -> None:
     replicas = [
         "rollout.mode=colocated",
@@ -152,6 +153,7 @@ def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [exhaustive(signal.SIGINT), signal.SIGTERM, exhaustive(signal.SIGHUP)])
+@pytest.mark.exhaustive
 def test_a_signal_to_the_process_group_is_one_to_the_driver(
     small_task: SmallTask, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_signal_to_the_process_group_is_one_to_the_driver(
     assert_ends(process, lambda _: os.killpg(process.pid, number), says, 128 + number)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_gcs_is_named_with_the_last_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
     process = start_run(small_task, tmp_path / "run", "ray")
 

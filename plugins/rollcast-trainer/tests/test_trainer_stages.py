@@ -240,6 +240,7 @@ def test_a_run_refuses_an_engine_of_one_rank_on_two(
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_critic_of_fsdp_beside_an_actor_of_megatron(small_task: SmallTask, tmp_path: Path) -> None:
     pytest.importorskip("rollcast_megatron")
     pytest.importorskip("megatron.core")

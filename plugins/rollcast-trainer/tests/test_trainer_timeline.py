@@ -80,6 +80,7 @@ def test_pools_take_turns_in_a_synchronous_run_and_its_continuation_goes_on(
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_pools_overlap_with_rollouts_ahead_of_training(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,8 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _EXPERTS),
 }
+#: First stage of a pipeline → phase → whole numbers that it sent.
+_SENT: dict[str, dict[str, list[list[int]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,16 @@ def dry_run_engine(cell: EngineCell) -> Recorder:
 
     The phases are ``init``, ``infer``, ``forward_backward``, ``optimizer_step``, ``sync``, ``offload`` and ``load``.
     """
-    received = None
-    if cell.keys.get("pipeline_model_parallel_size", 1) > 1 and cell.rank:
-        # Every stage announces the shapes of the same micro-batches; the first one is told none that it has not sent.
+    if cell.keys.get("pipeline_model_parallel_size", 1) == 1:
+        return _run(cell, None)
+    # Every stage announces the shapes of the same micro-batches; the first one is told none that it has not sent.
+    key = repr(replace(cell, rank=0))
+    if key not in _SENT:
         first = _run(replace(cell, rank=0), None)
-        received = {name: phase.sent for name, phase in first.phases.items()}
-    return _run(cell, received)
+        _SENT[key] = {name: phase.sent for name, phase in first.phases.items()}
+        if cell.rank == 0:
+            return first
+    return _run(cell, _SENT[key] if cell.rank else None)
 
 
 def _settings(cell: EngineCell) -> ForwardSettings:

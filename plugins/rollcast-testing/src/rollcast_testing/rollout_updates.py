@@ -172,9 +172,10 @@ class RolloutUpdates(RolloutFixtures):
             The distinct sequences of versions.
         """
         prompts = make_prompts(6)
+        sampling = LONG if rollout.capabilities.update_in_flight else replace(LONG, max_tokens=32)
 
         async def update_meanwhile() -> list[RolloutOutput]:
-            long = [RolloutRequest(f"long{i}", prompt, LONG) for i, prompt in enumerate(prompts)]
+            long = [RolloutRequest(f"long{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
             tasks = [asyncio.create_task(rollout.generate(request)) for request in long]
             await rollout.generate(SHORT)
             if not rollout.capabilities.update_in_flight:
@@ -188,9 +189,10 @@ class RolloutUpdates(RolloutFixtures):
         for prompt, output in zip(prompts, outputs, strict=True):
             sequence = only_sequence(output)
             assert sequence.finish_reason == "length"
-            assert len(sequence.token_ids) == len(sequence.weight_versions) == LONG.max_tokens
+            assert len(sequence.token_ids) == len(sequence.weight_versions) == sampling.max_tokens
             expected = {
-                version: token_log_probs(model, prompt, sequence.token_ids, LONG) for version, model in models.items()
+                version: token_log_probs(model, prompt, sequence.token_ids, sampling)
+                for version, model in models.items()
             }
             for place, (version, log_prob) in enumerate(zip(sequence.weight_versions, sequence.log_probs, strict=True)):
                 gap = abs(expected[version][place] - log_prob)
