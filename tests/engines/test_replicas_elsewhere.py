@@ -57,22 +57,20 @@ def test_training_with_images_across_environments(tmp_path: Path) -> None:
 MEGATRON = ("engine=megatron",)
 ON_RAY = ("runtime=ray", "runtime.threads_per_worker=1")
 STANDALONE = ("rollout.mode=standalone", "placement.pools={rollouts: [1]}", "placement.mapping={rollout: rollouts}")
-#: Engine, mode and runtime; the last ones run with ``ROLLCAST_ALL_CASES=1`` only.
+#: Engine, mode and runtime.
 PAIRS = {
-    "Megatron, colocated": MEGATRON,
     "FSDP, standalone, ahead, Ray": (*STANDALONE, *ON_RAY, "trainer.max_staleness=1"),
+    "Megatron, colocated": MEGATRON,
     "FSDP, hybrid": ("rollout.mode=hybrid",),
     "Megatron, hybrid, Ray": (*MEGATRON, *ON_RAY, "rollout.mode=hybrid"),
     "Megatron, standalone, Ray": (*MEGATRON, *STANDALONE, *ON_RAY),
     "Megatron, standalone, ahead": (*MEGATRON, *STANDALONE, *ON_RAY, "trainer.max_staleness=1"),
 }
-ALWAYS = list(PAIRS)[:2]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_engine_trains_in_every_mode(tmp_path: Path, name: str) -> None:
-    if name not in ALWAYS and not os.environ.get("ROLLCAST_ALL_CASES"):
-        pytest.skip("set ROLLCAST_ALL_CASES=1 for this pair")
     rows = train(tmp_path, "quickstart", "actor.entropy_coeff=1.0", *PAIRS[name])
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in steps] == [1, 2]
@@ -84,7 +82,9 @@ def test_every_engine_trains_in_every_mode(tmp_path: Path, name: str) -> None:
     assert rows[-1]["val/samples"] == 16
 
 
-@pytest.mark.parametrize("changes", [(), LORA], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param((), id="whole", marks=pytest.mark.exhaustive), pytest.param(LORA, id="adapter")]
+)
 def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) -> None:
     if changes:
         pytest.importorskip("peft")

@@ -86,6 +86,7 @@ def agree(rollout: SglangRollout, model: Any) -> bool:
     return sum(token == greedy_tokens(model, prompt, 1)[0] for prompt, token in zip(prompts, first, strict=True)) >= 10
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # a minute on a quiet machine, several on a busy one
 def test_it_answers_takes_updates_and_ends_as_a_whole(
     nodes: tuple[SglangRollout, Any], folder: Path, tmp_path: Path

@@ -261,6 +261,7 @@ def test_a_list_of_vllm_plugins_must_name_rollcast(vision_folders: list[Path], m
         build(vision_folders[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 def test_other_kinds_agree_with_transformers(kind: VisionKind, tmp_path: Path) -> None:
     """Untied, and updated to other weights than the engine started with."""

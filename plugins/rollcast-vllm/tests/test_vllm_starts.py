@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("key", ["pipeline_model_parallel_size", "data_parallel_size"])
 def test_two_nodes(
     folders: list[Path], models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
