@@ -153,10 +153,10 @@ def methods(suite: type) -> Iterator[tuple[str, str]]:
         if name.startswith(("_", "test_")):
             continue
         value: Any = inspect.getattr_static(suite, name)
-        function = getattr(value, "__wrapped__", None) or getattr(value, "_fixture_function", None) or value
+        fixture = getattr(value, "_fixture_function", None)
+        function = inspect.unwrap(fixture or value)
         if inspect.isfunction(function):
-            shown = name if function is not value else f"{name}()"
-            yield shown, _first_sentence(inspect.getdoc(function) or "")
+            yield name if fixture else f"{name}()", _first_sentence(inspect.getdoc(function) or "")
 
 
 def _first_sentence(doc: str) -> str:

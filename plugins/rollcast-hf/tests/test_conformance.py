@@ -9,6 +9,7 @@ from rollcast_testing.rollout import RolloutSuite
 
 class TestHf(RolloutSuite):
     name = "hf"
+    long_tokens = 100
 
     def test_interrupted_requests_go_on_with_the_new_weights(
         self, rollout: Any, reference: Any, tmp_path: Path

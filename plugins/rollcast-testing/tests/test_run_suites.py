@@ -138,8 +138,9 @@ class OfSimulated(RuntimeSuite):
     own_processes = False
     runtime_class: type[SimulatedRuntime] = SimulatedRuntime
 
-    def build(self) -> SimulatedRuntime:
-        return self.runtime_class()
+    @classmethod
+    def build(cls) -> SimulatedRuntime:
+        return cls.runtime_class()
 
 
 @pytest.fixture
@@ -171,17 +172,19 @@ def release() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("release")
 def test_faults_of_a_runtime_are_caught(runtime: type[SimulatedRuntime], law: str) -> None:
-    suite = OfSimulated()
-    suite.runtime_class = runtime
+    suite = type("OfFaulty", (OfSimulated,), {"runtime_class": runtime})()
     built = suite.build()
-    found = broken_laws(suite, {"runtime": built})
+    with suite.start_group(built) as group:
+        found = broken_laws(suite, {"runtime": built, "shared_group": group})
     assert law in found if law else not found, found
 
 
 def test_a_runtime_in_the_callers_process_has_no_processes_of_its_own() -> None:
     suite = OfSimulated()
     suite.own_processes = True  # type: ignore[misc]
-    found = broken_laws(suite, {"runtime": suite.build()})
+    built = suite.build()
+    with suite.start_group(built) as group:
+        found = broken_laws(suite, {"runtime": built, "shared_group": group})
     assert {"each_rank_has_its_place", "the_environment_arrives"} <= set(found)
 
 

@@ -60,6 +60,8 @@ class RolloutSuite(RolloutUpdates, RolloutMixtures, RolloutImages):
             process to kill.
         shared: True to share one rollout between all tests of the class and reload the folder's weights before each
             test, for engines that start slowly.
+        long_tokens: tokens of the requests that an update, an adapter or a fault meets under way; fewer for an engine
+            that takes long for them.
         tolerance: largest difference between a log-prob and that of transformers in float32.
     """
 

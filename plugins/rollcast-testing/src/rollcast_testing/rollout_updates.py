@@ -31,7 +31,6 @@ from rollcast_testing.rollout_tools import (
 
 __all__ = ["RolloutUpdates"]
 
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 #: Sent beside long requests: when it is answered, they are under way.
 SHORT = RolloutRequest("short", [7, 8], SamplingParams(max_tokens=8, ignore_eos=True))
 #: A dead engine's requests hang if they are not answered by then.
@@ -43,6 +42,7 @@ Named = list[tuple[str, Tensor]]
 class RolloutUpdates(RolloutFixtures):
     """Tests of weight updates, adapters and failures; part of :class:`~rollcast_testing.rollout.RolloutSuite`."""
 
+    long_tokens: ClassVar[int] = 400
     kill_engine: ClassVar[Callable[[BaseRollout], None] | None] = None
 
     def test_weight_update(self, rollout: BaseRollout, tmp_path: Path) -> None:
@@ -144,7 +144,8 @@ class RolloutUpdates(RolloutFixtures):
 
         async def die_meanwhile() -> list[Any]:
             await rollout.check_health()
-            tasks = [asyncio.create_task(rollout.generate(RolloutRequest(f"r{i}", [5], LONG))) for i in range(4)]
+            sampling = SamplingParams(max_tokens=self.long_tokens, ignore_eos=True)
+            tasks = [asyncio.create_task(rollout.generate(RolloutRequest(f"r{i}", [5], sampling))) for i in range(4)]
             await rollout.generate(SHORT)
             kill(rollout)
             return [
@@ -172,7 +173,8 @@ class RolloutUpdates(RolloutFixtures):
             The distinct sequences of versions.
         """
         prompts = make_prompts(6)
-        sampling = LONG if rollout.capabilities.update_in_flight else replace(LONG, max_tokens=32)
+        tokens = self.long_tokens if rollout.capabilities.update_in_flight else 32
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
         async def update_meanwhile() -> list[RolloutOutput]:
             long = [RolloutRequest(f"long{i}", prompt, sampling) for i, prompt in enumerate(prompts)]

@@ -112,27 +112,51 @@ class RuntimeSuite:
     #: Number of ranks of the group.
     world_size: ClassVar[int] = 3
 
-    def build(self) -> Runtime:
+    @classmethod
+    def build(cls) -> Runtime:
         """Build the runtime from its section, as a run does."""
-        cls = runtimes.get(self.name, requested_by=f"{type(self).__name__}.name")
-        section = build_section(cls.config_schema, {"name": self.name, **self.options}, "runtime")
-        return cls.from_config(section, processes=self.world_size)
+        runtime_class = runtimes.get(cls.name, requested_by=f"{cls.__name__}.name")
+        section = build_section(runtime_class.config_schema, {"name": cls.name, **cls.options}, "runtime")
+        return runtime_class.from_config(section, processes=cls.world_size)
 
-    @pytest.fixture
-    def runtime(self) -> Iterator[Runtime]:
-        """Return the runtime under test, which is shut down afterwards."""
-        with self.build() as built:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runtime(cls) -> Iterator[Runtime]:
+        """Return the runtime under test, which is shut down after the class's tests."""
+        with cls.build() as built:
             yield built
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_group(cls, runtime: Runtime) -> Iterator[WorkerGroup]:
+        """Return a group for the tests that leave it as it was."""
+        with cls.start_group(runtime) as started:
+            yield started
+
+    @classmethod
     @contextlib.contextmanager
-    def group(self, runtime: Runtime, *args: Any, ranks: int | None = None, **more: Any) -> Iterator[WorkerGroup]:
+    def start_group(cls, runtime: Runtime, *args: Any, ranks: int | None = None, **more: Any) -> Iterator[WorkerGroup]:
         """Start a group of :class:`SuiteWorker`; its processes end with the context."""
-        pool = ResourcePool([ranks or self.world_size])
+        pool = ResourcePool([ranks or cls.world_size])
         suite_group = WorkerGroup(pool, ClassWithInitArgs(SuiteWorker, *args), runtime=runtime, name="suite", **more)
         try:
             yield suite_group
         finally:
             suite_group.shutdown()
+
+    def test_shutdown_leaves_nothing(self) -> None:
+        before = {thread.name for thread in threading.enumerate() if not thread.daemon}
+        runtime = self.build()
+        with self.start_group(runtime) as group:
+            processes = {place[3] for place in group.place()} - {os.getpid()}
+        runtime.shutdown()
+        runtime.shutdown()
+        left = {thread.name for thread in threading.enumerate() if not thread.daemon} - before
+        require(not left, f"no thread is left that keeps the process from ending: {left}")
+        deadline = time.monotonic() + 30
+        while (alive := {process for process in processes if _is_running(process)}) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        require(not alive, f"the workers' processes have ended; these run on: {alive}")
 
     def test_the_cluster_has_nodes(self, runtime: Runtime) -> None:
         nodes = runtime.nodes()
@@ -140,7 +164,7 @@ class RuntimeSuite:
 
     def test_each_rank_has_its_place(self, runtime: Runtime) -> None:
         for ranks in sorted({1, self.world_size}):
-            with self.group(runtime, "mine", ranks=ranks) as group:
+            with self.start_group(runtime, "mine", ranks=ranks) as group:
                 places: Any = group.place()
                 require([place[0] for place in places] == list(range(ranks)), f"results are in rank order: {places}")
                 require({place[1] for place in places} == {ranks}, f"every rank knows the world size {ranks}: {places}")
@@ -153,81 +177,63 @@ class RuntimeSuite:
     def test_the_environment_arrives(self, runtime: Runtime) -> None:
         if not self.own_processes:
             pytest.skip("own_processes is False")
-        with self.group(runtime, env={"ROLLCAST_SUITE": "here"}) as group:
+        with self.start_group(runtime, env={"ROLLCAST_SUITE": "here"}) as group:
             nodes = {place[4] for place in group.place()}
             require(nodes == {"here"}, f"processes have the variables of env: {nodes}")
 
     def test_workers_keep_their_state(self, runtime: Runtime) -> None:
-        with self.group(runtime) as first, self.group(runtime) as second:
+        with self.start_group(runtime) as first, self.start_group(runtime, ranks=1) as second:
             for expected in (2, 4):
                 result: Any = first.increase(2)
                 require(result == [expected] * self.world_size, f"a worker keeps its state: {result}")
-            require(second.increase() == [1] * self.world_size, "groups do not share workers")
+            require(second.increase() == [1], "groups do not share workers")
 
-    def test_calls_are_executed_in_order(self, runtime: Runtime) -> None:
-        with self.group(runtime) as group:
-            handles = [group.execute_all_async("increase", by) for by in (1, 10, 100)]
-            results = [handle.get() for handle in handles]
-            expected = [[total] * self.world_size for total in (1, 11, 111)]
-            require(results == expected, f"calls run in the order in which they were sent: {results}")
+    def test_calls_are_executed_in_order(self, shared_group: WorkerGroup) -> None:
+        start = shared_group.increase(0)[0]
+        handles = [shared_group.execute_all_async("increase", by) for by in (1, 10, 100)]
+        results = [handle.get() for handle in handles]
+        expected = [[start + total] * self.world_size for total in (1, 11, 111)]
+        require(results == expected, f"calls run in the order in which they were sent: {results}")
 
-    def test_a_batch_comes_back_in_order(self, runtime: Runtime) -> None:
+    def test_a_batch_comes_back_in_order(self, shared_group: WorkerGroup) -> None:
         most = 3 * self.world_size
         batch = DataProto.from_dict(
             {"x": torch.arange(float(most))}, {"text": [f"row {n}" for n in range(most)]}, {"step": 3}
         )
-        with self.group(runtime) as group:
-            for rows in (0, self.world_size, most):
-                inputs = batch.select_idxs(list(range(rows)))
-                result: Any = group.double(inputs)
-                result = result.get() if hasattr(result, "get") else result
-                require(torch.equal(result["x"], inputs["x"] * 2), f"rows come back in order, computed: {result['x']}")
-                require(list(result["text"]) == list(inputs["text"]), "objects travel with their rows")
-            require(batch["x"].tolist() == list(range(most)), "the caller's batch is not changed")
+        for rows in (0, self.world_size, most):
+            inputs = batch.select_idxs(list(range(rows)))
+            result: Any = shared_group.double(inputs)
+            result = result.get() if hasattr(result, "get") else result
+            require(torch.equal(result["x"], inputs["x"] * 2), f"rows come back in order, computed: {result['x']}")
+            require(list(result["text"]) == list(inputs["text"]), "objects travel with their rows")
+        require(batch["x"].tolist() == list(range(most)), "the caller's batch is not changed")
 
-    def test_an_error_names_its_rank(self, runtime: Runtime) -> None:
-        with self.group(runtime) as group:
-            last = self.world_size - 1
-            with pytest.raises(WorkerError, match=rf"fail failed on rank {last} .*PlantedError") as caught:
-                group.fail(last)
-            require(f"planted on rank {last}" in str(caught.value), "the message has the worker's words")
-            cause = caught.value.__cause__
-            require(isinstance(cause, PlantedError), f"the cause is the worker's exception, not {cause!r}")
-            require(group.increase() == [1] * self.world_size, "a group works on after an error")
+    def test_an_error_names_its_rank(self, shared_group: WorkerGroup) -> None:
+        before: Any = shared_group.increase(0)
+        last = self.world_size - 1
+        with pytest.raises(WorkerError, match=rf"fail failed on rank {last} .*PlantedError") as caught:
+            shared_group.fail(last)
+        require(f"planted on rank {last}" in str(caught.value), "the message has the worker's words")
+        cause = caught.value.__cause__
+        require(isinstance(cause, PlantedError), f"the cause is the worker's exception, not {cause!r}")
+        require(shared_group.increase(0) == before, "a group works on after an error")
 
     def test_a_constructor_that_fails_ends_the_start(self, runtime: Runtime) -> None:
         last = self.world_size - 1
         law = f"planted in the constructor of rank {last}"
-        with pytest.raises(WorkerError, match=law), self.group(runtime, "", last):
+        with pytest.raises(WorkerError, match=law), self.start_group(runtime, "", last):
             pass
-        with self.group(runtime) as group:
+        with self.start_group(runtime) as group:
             require(len(group.place()) == self.world_size, "the runtime works on after it")
 
-    def test_a_deadline_ends_the_wait_and_not_the_call(self, runtime: Runtime) -> None:
+    def test_a_deadline_ends_the_wait_and_not_the_call(self, shared_group: WorkerGroup) -> None:
         if not self.own_processes:
             pytest.skip("own_processes is False: a call may run while it is sent")
-        with self.group(runtime) as group:
-            handle = group.execute_all_async("sleep", 1.0)
-            with pytest.raises(WorkerTimeoutError):
-                handle.get(timeout=0.05)
-            result = handle.get(timeout=60.0)
-            require(
-                result == list(range(self.world_size)), f"the call ends by itself, and its result is there: {result}"
-            )
-
-    def test_shutdown_leaves_nothing(self) -> None:
-        before = {thread.name for thread in threading.enumerate() if not thread.daemon}
-        runtime = self.build()
-        with self.group(runtime) as group:
-            processes = {place[3] for place in group.place()} - {os.getpid()}
-        runtime.shutdown()
-        runtime.shutdown()
-        left = {thread.name for thread in threading.enumerate() if not thread.daemon} - before
-        require(not left, f"no thread is left that keeps the process from ending: {left}")
-        deadline = time.monotonic() + 30
-        while (alive := {process for process in processes if _is_running(process)}) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        require(not alive, f"the workers' processes have ended; these run on: {alive}")
+        handle = shared_group.execute_all_async("sleep", 1.0)
+        with pytest.raises(WorkerTimeoutError):
+            handle.get(timeout=0.05)
+        result = handle.get(timeout=60.0)
+        require(result == list(range(self.world_size)), f"the call ends by itself, and its result is there: {result}")
 
 
 def _is_running(pid: int) -> bool:
