@@ -284,6 +284,7 @@ def test_other_kinds_agree_with_transformers(kind: VisionKind, tmp_path: Path) -
     assert torch.isfinite(torch.tensor(outputs[0].sequences[0].log_probs)).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_images_on_two_ranks(
     vision_folders: list[Path], vision_models: list[Any], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
