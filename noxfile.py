@@ -104,6 +104,8 @@ VERL_NEEDS = [
 #: The version of verl that rollcast-verl and the benchmarks are tested with.
 VERL = "verl==0.9.1"
 TRL = "trl==1.16.*"
+#: Kernels, and their compiler, which torch's build for CUDA requires; it runs without a device.
+KERNELS = ["triton==3.7.*", "liger-kernel==0.8.*"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -333,11 +335,13 @@ def tests_trackers(session: nox.Session) -> None:
 
 @nox.session
 def dryrun(session: nox.Session) -> None:
-    """Run the CUDA paths of the engines without a device: every cell of rollcast-dryrun's table."""
+    """Run the CUDA paths of the engines without a device: all cells of rollcast-dryrun's table, and Liger's kernels."""
     name = "rollcast-dryrun"
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES["rollcast-fsdp"])
+    session.install("-q", "--no-deps", *KERNELS)
     session.env.update({"OMP_NUM_THREADS": "1", "ROLLCAST_ALL_CASES": "1"})
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), spread=["-n", str(os.cpu_count() or 1)])
+    kernels = str(DISTRIBUTIONS["rollcast-fsdp"] / "tests" / "test_fsdp_kernels.py")
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), kernels, spread=["-n", str(os.cpu_count() or 1)])
 
 
 @nox.session(default=False)

@@ -204,3 +204,21 @@ def indices_of_a_mask() -> list[int]:
         assert sum(recorder.current.host_reads.values()) == 1
         found: list[int] = (places * 2).tolist()
         return found
+
+
+def launches(name: str, waits: bool = True) -> dict[str, Any]:
+    """Launch a kernel in Triton on what another stream has copied."""
+    import triton_kernels
+
+    with fake_cuda() as recorder:
+        side = torch.cuda.Stream()
+        host = torch.ones(1024, pin_memory=True)
+        with torch.cuda.stream(side):
+            source = torch.empty(1024, device="cuda")
+            source.copy_(host, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().wait_event(side.record_event())
+        source.record_stream(torch.cuda.current_stream())
+        target = torch.empty_like(source)
+        compiled = getattr(triton_kernels, name)[(4,)](source, target, 1024, block=256)
+        return {**report(recorder), "ptx": compiled.asm["ptx"]}

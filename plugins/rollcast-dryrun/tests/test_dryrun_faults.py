@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollcast.errors import RollcastError
 from rollcast_dryrun.process import MockProcess
 
 MIB = 1 << 20
@@ -102,3 +103,14 @@ def test_a_buffer_left_on_the_host(run: Any) -> None:
 def test_small_tensors_have_the_values_of_ranks_alike(run: Any) -> None:
     assert run("counts_of_all_ranks") == [12.0, 20.0, 12.0, 20.0]
     assert run("indices_of_a_mask") == [0, 4, 6]
+
+
+def test_kernels_in_triton_are_compiled_for_the_device(run: Any) -> None:
+    pytest.importorskip("triton")
+    record = run("launches", "doubled")
+    assert record["kernels"] == {"doubled": 1}
+    assert ".target sm_90" in record["ptx"]
+    assert kinds(record) == []
+    assert kinds(run("launches", "doubled", False)) == ["race"]
+    with pytest.raises(RollcastError, match="power of 2"):
+        run("launches", "of_odd_blocks")

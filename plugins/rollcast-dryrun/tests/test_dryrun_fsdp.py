@@ -23,8 +23,13 @@ def table() -> list[Any]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("cell", table())
 def test_a_step(mock_process: MockProcess, cell: Any) -> None:
+    if cell.model_keys.get("use_liger"):
+        pytest.importorskip("triton")
+        pytest.importorskip("liger_kernel")
     record = mock_process.call("rollcast_dryrun.engines:record_engine", asdict(cell))
     assert record["faults"] == []
+    launched = record["phases"]["forward_backward"]["kernels"]
+    assert bool(launched) == bool(cell.model_keys.get("use_liger")), launched
     # With the policy, FSDP2 waits for each gradient that it adds to the last micro-batch's on the host.
     names = ("infer",) if cell.keys.get("offload_policy") else ("infer", "forward_backward")
     passes = [record["phases"][name] for name in names]

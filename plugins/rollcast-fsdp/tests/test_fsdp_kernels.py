@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,3 +92,24 @@ def test_liger_needs_a_gpu_and_liger(model_folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match=r"Liger cannot be imported .*pip install 'rollcast-fsdp\[liger\]'"):
         apply_liger(nn.Module(), torch.device("cuda"))
+
+
+def test_liger_computes_the_same() -> None:
+    """Its kernels run in Triton's interpreter; that they compile for a device, the dry run shows."""
+    pytest.importorskip("triton")
+    pytest.importorskip("liger_kernel")
+    script = Path(__file__).with_name("liger_interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), "qwen2", "qwen3", "llama"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = {"rms_norm_forward", "rms_norm_backward", "swiglu_forward", "swiglu_backward", "triton_rope"}
+    for model in json.loads(done.stdout.splitlines()[-1]).values():
+        assert {name.strip("_").removesuffix("_kernel") for name in model["kernels"]} == kernels
+        assert model["logits"] < 1e-5
+        assert model["gradients"] < 1e-5

@@ -15,7 +15,6 @@ _BOTH = (False, True)
 LEFT_OUT = {
     "fsdp use_torch_compile": "compiling needs Triton; what is compiled is the code of the other cells",
     "fsdp attn_implementation=flash_attention_2, flash_attention_3": "the libraries have no build for a CPU",
-    "fsdp model.use_liger": "the library has no build for a CPU",
     "fsdp model.random_init": "rank 0 draws the weights on the CPU before anything is on a device",
     "megatron expert_model_parallel_size": "the numbers of tokens per expert are values that a dry run does not have",
     "megatron virtual_pipeline_model_parallel_size": "a stage's first message depends on messages of the others",
@@ -28,7 +27,7 @@ LEFT_OUT = {
 
 def fsdp_cells() -> list[EngineCell]:
     """Return the cells of the FSDP engine."""
-    return [*_passes(), *_ranks(), *_moves(), *_models(), *_outputs()]
+    return [*_passes(), *_ranks(), *_moves(), *_models(), *_outputs(), *_liger()]
 
 
 def _fsdp(keys: dict[str, Any] | None = None, **options: Any) -> EngineCell:
@@ -101,6 +100,12 @@ def _outputs() -> Iterator[EngineCell]:
     yield _fsdp(settings={"micro_batch_size_per_gpu": None, "max_token_len_per_gpu": 128}, world=8)
     yield EngineCell("fsdp", {"share_prompts": True})
     yield _fsdp({"log_probs_chunk_size": 8, "use_fused_kernels": True}, world=8)
+
+
+def _liger() -> Iterator[EngineCell]:
+    """Yield the architectures with Liger's kernels, which are compiled for the device."""
+    for model, recomputes in product(("qwen2", "qwen3", "llama"), _BOTH):
+        yield _fsdp({"enable_gradient_checkpointing": recomputes}, model=model, model_keys={"use_liger": True}, world=8)
 
 
 def megatron_cells() -> list[EngineCell]:

@@ -22,6 +22,7 @@ from rollcast.errors import CapabilityError
 from rollcast_automap.contract import DeviceKind
 from rollcast_automap.costs.device_kinds import DEVICE_KINDS
 from rollcast_dryrun.attention import attend
+from rollcast_dryrun.kernels import kernel_replacements
 from rollcast_dryrun.mode import LARGE_ON_HOST, DryRunMode
 from rollcast_dryrun.record import Recorder
 from rollcast_dryrun.streams import DeviceStreams, MockEvent, MockStream
@@ -52,7 +53,7 @@ def fake_cuda(
     """Pretend during the block that this process is a rank of CUDA devices, and record what it does.
 
     Operations on tensors of the device compute shapes only. Small tensors have values, as if every rank had the values
-    of this one; other values that the host reads are 1.
+    of this one; other values that the host reads are 1. Kernels in Triton are compiled for the device.
 
     Args:
         world: number of ranks, which ``torch.distributed`` knows as its process group.
@@ -100,6 +101,7 @@ def _replacements(mode: DryRunMode, kind: DeviceKind) -> Iterator[tuple[Any, str
     yield WeightFolder, "read", _reader(mode)
     yield torch.nn.functional, "scaled_dot_product_attention", attend
     yield from _distributed(mode)
+    yield from kernel_replacements(mode, _CAPABILITIES[kind.name])
 
 
 def _methods(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:

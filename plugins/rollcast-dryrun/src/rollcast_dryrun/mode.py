@@ -108,6 +108,22 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._fake:
             return torch.empty(tuple(shape), dtype=dtype)
 
+    def note_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Record a kernel that is not one of torch's operations.
+
+        What it writes is not known: it is taken to read its tensors, and the values of floating-point ones are lost.
+        """
+        arguments = [tensor for tensor in tensors if _on_device(tensor)]
+        self.recorder.current.operations += 1
+        self.recorder.current.kernels[name] += 1
+        nbytes = sum({id(tensor): tensor.nbytes for tensor in arguments}.values())
+        self.recorder.current.kernel_seconds += nbytes / self._kind.memory_bandwidth
+        tick = self.streams.current.tick()
+        for tensor in arguments:
+            self.storages.use(tensor, False, tick)
+            if tensor.is_floating_point():
+                forget(tensor)
+
     # -- operations -------------------------------------------------------------------------------
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:

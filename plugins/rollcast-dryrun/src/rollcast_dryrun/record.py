@@ -99,6 +99,7 @@ class Phase:
 
     Attributes:
         operations: operations on the device.
+        kernels: launches of kernels in Triton, by name.
         collectives: numbers of calls.
         collective_bytes: bytes of a rank's largest side of these calls.
         host_reads: values of the device that the host waited for, by place.
@@ -114,6 +115,7 @@ class Phase:
     """
 
     operations: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
     collectives: Counter[Collective] = field(default_factory=Counter)
     collective_bytes: Counter[Collective] = field(default_factory=Counter)
     host_reads: Counter[Place] = field(default_factory=Counter)
@@ -133,6 +135,7 @@ class Phase:
         """Return the phase as a value of JSON."""
         return {
             "operations": self.operations,
+            "kernels": dict(self.kernels),
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
             "allocated": self.allocated,
