@@ -3,8 +3,8 @@
 Modules marked ``long`` run first, so that no worker is left alone with one of them at the end: ``--dist loadfile`` gives
 whole modules to workers in the order of collection.
 
-Cases that repeat what another case checks with other values run with ``ROLLCAST_ALL_CASES=1`` only: those marked
-``exhaustive``, and of a parametrized test marked ``cases(count)`` all but ``count`` cases, spread evenly over the list.
+Cases that repeat what another case checks with other values, or that take a minute, run with ``ROLLCAST_ALL_CASES=1``
+only: those marked ``exhaustive``, and of a parametrized test marked ``cases(count)`` all but ``count`` cases, spread evenly over the list.
 """
 
 from __future__ import annotations
