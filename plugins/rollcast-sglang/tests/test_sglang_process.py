@@ -62,6 +62,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     wait_until_gone(group)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path / "tiny")
     config = SglangRolloutConfig(attention_backend="no_such_backend")
