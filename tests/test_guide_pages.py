@@ -21,6 +21,7 @@ def run(page: str, file: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_run_from_python(tmp_path: Path) -> None:
     page = "run-from-python.md"
     assert run(page, "first_run.py", tmp_path).splitlines()[-1].startswith("2 runs/from_python 0.")

@@ -143,6 +143,7 @@ def test_the_trainers_train(installed: Commands) -> None:
     assert "trained to step 5" in counted.text
 
 
+@pytest.mark.exhaustive
 def test_the_weight_sync_carries_weights_to_a_replica(installed: Commands) -> None:
     replica = ("rollout.mode=colocated", "rollout.weight_sync=torch_file", "rollout.replica.env={OMP_NUM_THREADS: '1'}")
     installed.must_run("train", *ONE, *replica, "run_dir=runs/sync")

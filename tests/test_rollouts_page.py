@@ -19,6 +19,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PagePackage:
     return PagePackage("rollouts.md", "rollcast-plain", tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.exhaustive
 def test_trains(plain: PagePackage, tmp_path: Path) -> None:
     settings = [
         *("recipe=quickstart", "runtime=local", "rollout.n=2", "trainer.total_steps=1", "trainer.save_freq=-1"),

@@ -120,6 +120,7 @@ def test_a_wrong_configuration_ends_with_the_pages_message(beginning: str, rollc
 
 
 @pytest.mark.parametrize("beginning", WRONG_RUNS)
+@pytest.mark.cases(4)
 def test_a_wrong_run_ends_with_the_pages_message(beginning: str, task: Commands, tmp_path: Path) -> None:
     message = error_of(task, on_task(f"run_dir={tmp_path}/run", *WRONG_RUNS[beginning]))
     # The nodes and rows of this machine and run, which the page quotes from another.

@@ -200,6 +200,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(task: AgentTask, tmp_path: Path
     assert left == right
 
 
+@pytest.mark.exhaustive
 def test_loops_run_against_replicas_with_sticky_sessions(task: AgentTask, tmp_path: Path) -> None:
     changes = ("rollout.weight_sync=shared_memory", "trainer.total_steps=1", "trainer.test_freq=-1")
     with set_up(task.overrides(tmp_path / "run", *changes)) as trainer:

@@ -282,6 +282,7 @@ def test_lengths_come_from_an_earlier_run(small_task: SmallTask, tmp_path: Path)
         run(small_task, tmp_path, *cluster, "--lengths", str(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_prices_of_a_database_and_nodes_that_differ(small_task: SmallTask, tmp_path: Path) -> None:
     pytest.importorskip("aiconfigurator_core")
     groups = "cluster.groups=[{device: h200}, {device: a100}]"

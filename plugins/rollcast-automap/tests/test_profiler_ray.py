@@ -14,6 +14,7 @@ pytestmark = pytest.mark.long
 TWO = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
 
 
+@pytest.mark.exhaustive
 def test_every_rank_of_the_chosen_role_has_its_trace(small_task: SmallTask, tmp_path: Path) -> None:
     profiler = ["profiler=torch", "profiler.steps=[1]", "profiler.all_ranks=true", "profiler.roles=[actor_rollout]"]
     few = ["trainer.total_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]

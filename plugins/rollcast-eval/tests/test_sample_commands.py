@@ -108,6 +108,7 @@ def test_eval_scores_and_counts(small_task: SmallTask, tmp_path: Path) -> None:
     assert metrics["val/acc/best@2/mean"] == pytest.approx(sum(pass_at_2) / 5)
 
 
+@pytest.mark.exhaustive
 def test_eval_asks_a_judge(small_task: SmallTask, tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(
         "async def graded(sample, judge):\n    return float(len(await judge.ask(sample.response, max_tokens=3)))\n"

@@ -80,6 +80,7 @@ def test_an_error_of_one_rank_interrupts_the_others_and_poisons_the_group(
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
 
 
+@pytest.mark.exhaustive
 def test_an_error_that_every_rank_raises_poisons_nothing(group: WorkerGroup) -> None:
     group.pid()  # the first call of a process may take long
     with pytest.raises(WorkerError, match="ValueError: all of us"):
@@ -208,6 +209,7 @@ def test_a_call_of_before_a_restart_does_not_poison_the_group(group: WorkerGroup
     assert len(group.pid()) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_death_between_calls_is_noticed_and_told(group: WorkerGroup, caplog) -> None:
     os.kill(group.workers[0].info.pid, signal.SIGKILL)
     assert soon(lambda: group.lost_ranks == [0])
@@ -217,6 +219,7 @@ def test_a_death_between_calls_is_noticed_and_told(group: WorkerGroup, caplog) -
     assert caught.value.node == group.workers[0].info.node
 
 
+@pytest.mark.exhaustive
 def test_only_the_controller_is_answered(group: WorkerGroup) -> None:
     address = group.workers[0].info.control
     assert address is not None

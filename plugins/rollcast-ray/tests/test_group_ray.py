@@ -271,6 +271,7 @@ def test_a_killed_process_is_one_error_with_its_last_words(make) -> None:
         group.place()
 
 
+@pytest.mark.exhaustive
 def test_a_deadline_is_an_error_that_names_the_late_rank(make) -> None:
     group = make(Probe)
     with pytest.raises(

@@ -189,6 +189,7 @@ def test_a_pool_whose_nodes_are_taken_by_another_driver_goes_elsewhere(make) -> 
 # -- devices ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_groups_share_devices_by_fractions_up_to_a_count(make) -> None:
     pool = ResourcePool([2], use_gpu=True, max_colocate_count=2, name="shared")
     first, second = make(pool, name="first"), make(pool, name="second")
@@ -234,6 +235,7 @@ def test_hiding_the_device_that_ray_gave_is_told(make) -> None:
 # -- parts of pools ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_pool_share_its_placement(make) -> None:
     whole = ResourcePool([1, 2], name="whole", max_colocate_count=2)
     low, high = whole.split([1, 2])
@@ -348,6 +350,7 @@ def test_the_last_output_of_a_process_comes_from_its_own_node(make, tmp_path: Pa
     assert "not my words" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_a_group_is_restarted_elsewhere_after_its_node_is_lost(cluster, runtime) -> None:
     spare = {"num_cpus": 1, "object_store_memory": STORE, "resources": {"spare": 1}}
     lost = cluster.add_node(node_ip_address="127.0.0.13", **spare)

@@ -201,6 +201,7 @@ def test_a_killed_replica_is_told(start_replica: Start) -> None:
         ({"launch_timeout_s": 0.05}, RolloutError, r"launch_timeout_s=0.05"),
     ],
 )
+@pytest.mark.cases(1)
 def test_what_cannot_start_says_why(start_replica: Start, changes: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         start_replica(**changes)

@@ -130,6 +130,7 @@ def test_ages_are_those_of_the_oldest_tokens_of_rows_that_train() -> None:
     assert "staleness/4" not in found
 
 
+@pytest.mark.exhaustive
 def test_a_filter_asks_for_further_groups(small_task: SmallTask, tmp_path: Path) -> None:
     filters = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=accuracy"]
     launch(small_task.ppo(tmp_path, *BESIDE, "trainer.max_staleness=1", *filters, "rollout.n=2"))
