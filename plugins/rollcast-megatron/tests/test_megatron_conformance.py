@@ -18,7 +18,7 @@ INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EXPERTS = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-#: Layouts that always run; the others are combinations of what these have, and run with ROLLCAST_ALL_CASES=1.
+#: Layouts that always run: each way to split a model. The others run with ROLLCAST_ALL_CASES=1.
 ALWAYS = (
     "sequence parallel, in chunks",
     "packed, interleaved",

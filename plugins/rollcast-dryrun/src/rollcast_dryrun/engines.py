@@ -105,13 +105,14 @@ def dry_run_engine(cell: EngineCell) -> Recorder:
     if cell.keys.get("pipeline_model_parallel_size", 1) == 1:
         return _run(cell, None)
     # Every stage announces the shapes of the same micro-batches; the first one is told none that it has not sent.
-    key = repr(replace(cell, rank=0))
-    if key not in _SENT:
-        first = _run(replace(cell, rank=0), None)
-        _SENT[key] = {name: phase.sent for name, phase in first.phases.items()}
-        if cell.rank == 0:
-            return first
-    return _run(cell, _SENT[key] if cell.rank else None)
+    first = replace(cell, rank=0)
+    if cell != first:
+        if repr(first) not in _SENT:
+            dry_run_engine(first)
+        return _run(cell, _SENT[repr(first)])
+    recorder = _run(first, None)
+    _SENT[repr(first)] = {name: phase.sent for name, phase in recorder.phases.items()}
+    return recorder
 
 
 def _settings(cell: EngineCell) -> ForwardSettings:

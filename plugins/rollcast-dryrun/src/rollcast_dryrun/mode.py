@@ -116,8 +116,7 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = [tensor for tensor in tensors if _on_device(tensor)]
         self.recorder.current.operations += 1
         self.recorder.current.kernels[name] += 1
-        nbytes = sum({id(tensor): tensor.nbytes for tensor in arguments}.values())
-        self.recorder.current.kernel_seconds += nbytes / self._kind.memory_bandwidth
+        self.recorder.current.kernel_seconds += self._access_seconds(arguments)
         tick = self.streams.current.tick()
         for tensor in arguments:
             self.storages.use(tensor, False, tick)
@@ -219,8 +218,11 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             narrow = min(tensor.element_size() for tensor in inputs if tensor.is_floating_point()) <= 2
             arithmetic = flops / self._kind.flops["bfloat16" if narrow else "float32"]
             phase.flops += flops
-        touched = {id(tensor): tensor.nbytes for tensor in (*inputs, *outputs)}
-        phase.kernel_seconds += max(arithmetic, sum(touched.values()) / self._kind.memory_bandwidth)
+        phase.kernel_seconds += max(arithmetic, self._access_seconds([*inputs, *outputs]))
+
+    def _access_seconds(self, tensors: Sequence[torch.Tensor]) -> float:
+        """Return the time in which the device reads or writes each of the tensors once."""
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) / self._kind.memory_bandwidth
 
     def _note_host_use(self, leaves: list[Any], written: set[int]) -> None:
         for leaf in leaves:

@@ -173,6 +173,7 @@ class RolloutUpdates(RolloutFixtures):
             The distinct sequences of versions.
         """
         prompts = make_prompts(6)
+        # An update that follows the requests meets none under way, however long they are.
         tokens = self.long_tokens if rollout.capabilities.update_in_flight else 32
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
