@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from rollcast_dryrun.harness import fake_cuda
+from rollcast_dryrun.mode import active_mode
 from rollcast_dryrun.record import Recorder
+from rollcast_serving.syncs.cuda_ipc import DeviceMemory, open_tensor
 
 MIB = 1 << 20
 
@@ -222,3 +224,39 @@ def launches(name: str, waits: bool = True) -> dict[str, Any]:
         target = torch.empty_like(source)
         compiled = getattr(triton_kernels, name)[(4,)](source, target, 1024, block=256)
         return {**report(recorder), "ptx": compiled.asm["ptx"]}
+
+
+def hands_over(mistake: str | None) -> list[str]:
+    """Hand a buffer to another process, which reads it, and fill it again."""
+    with fake_cuda() as recorder:
+        replica = active_mode().add_process()
+        buffer = DeviceMemory()
+        buffer.reserve(MIB).fill_(1)
+        if mistake != "unsettled":
+            buffer.settle()
+        handle = buffer.describe()[0]["handle"]
+        with active_mode().run_as(replica):
+            opened = open_tensor(handle)
+            opened.sum()
+            if mistake != "answered early":
+                torch.cuda.synchronize()
+            if mistake != "freed early":
+                del opened
+        if mistake != "unsettled":
+            buffer.reserve(MIB).fill_(2)
+        buffer.close()
+        return [fault.kind for fault in (*recorder.faults.values(), *replica.recorder.faults.values())]
+
+
+def shares_and_frees() -> dict[str, int]:
+    with fake_cuda() as recorder:
+        buffer, held = DeviceMemory(), {}
+        buffer.reserve(MIB)
+        opened = open_tensor(buffer.describe()[0]["handle"])
+        buffer.close()
+        held["open"] = recorder.allocator.allocated
+        del opened
+        held["closed"] = recorder.allocator.allocated
+        torch.cuda.ipc_collect()
+        held["collected"] = recorder.allocator.allocated
+        return held

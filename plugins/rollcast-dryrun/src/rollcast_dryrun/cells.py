@@ -7,8 +7,9 @@ from itertools import product
 from typing import Any
 
 from rollcast_dryrun.engines import EngineCell
+from rollcast_dryrun.syncs import SyncCell
 
-__all__ = ["LEFT_OUT", "fsdp_cells", "megatron_cells"]
+__all__ = ["LEFT_OUT", "fsdp_cells", "megatron_cells", "sync_cells"]
 
 _BOTH = (False, True)
 #: Keys without a cell → the reason.
@@ -179,3 +180,49 @@ def _megatron_models() -> Iterator[EngineCell]:
     meshes = (((1, 1, 1), 1), ((2, 1, 1), 4), ((1, 2, 1), 4))
     for model, kind, (sizes, world) in product(("qwen2", "qwen3", "llama"), kinds, meshes):
         yield _megatron(_mesh(*sizes), model=model, world=world, rank=world - 1, **kind)
+
+
+def sync_cells() -> list[SyncCell]:
+    """Return the cells of the weight syncs."""
+    return [*_syncs(), *_large_syncs()]
+
+
+def _syncs() -> Iterator[SyncCell]:
+    """Yield every sync through memory from every kind of engine; the small buckets hold a few tensors each."""
+    engines = (
+        _fsdp(),
+        _fsdp(world=8),
+        _fsdp({"param_offload": True}, world=8),
+        _fsdp(model_keys={"lora_rank": 4}, world=8),
+        _megatron(_mesh(1, 1, 1)),
+        _megatron(_mesh(2, 1, 1), world=8),
+    )
+    for sync, engine, size in product(("cuda_ipc", "collective", "shared_memory"), engines, (1 << 14, 64 << 20)):
+        yield SyncCell(sync, engine, size)
+
+
+#: Sizes of layers and vocabulary: Qwen2.5 7B and Llama 3 70B.
+_LARGE: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "head_dim": 128,
+    },
+    "llama": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "head_dim": 128,
+    },
+}
+
+
+def _large_syncs() -> Iterator[SyncCell]:
+    """Yield syncs of tensors as large as those of 7B and 70B, of which some are larger than a bucket."""
+    for (model, sizes), sync, shards in product(_LARGE.items(), ("cuda_ipc", "collective"), (1, 4)):
+        yield SyncCell(sync, _fsdp(model=model, changes=sizes, world=8), 512 << 20, shards)

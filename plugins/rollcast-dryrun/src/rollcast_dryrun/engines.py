@@ -31,7 +31,7 @@ from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.models import write_sparse_model
 from rollcast_dryrun.record import Recorder
 
-__all__ = ["EngineCell", "dry_run_engine", "own_groups", "record_engine"]
+__all__ = ["EngineCell", "build_engine", "dry_run_engine", "own_groups", "record_engine"]
 
 _TINY = {
     "vocab_size": 256,
@@ -123,7 +123,7 @@ def _run(cell: EngineCell, received: Mapping[str, Sequence[Sequence[int]]] | Non
     """Run the step of a cell."""
     settings = _settings(cell)
     with fake_cuda(cell.world, cell.rank, cell.device, cell.node_ranks, received) as recorder, own_groups():
-        engine = _build(cell)
+        engine = build_engine(cell)
         _step(engine, recorder, _batch(cell), settings)
         with recorder.phase("sync"):
             deque(engine.get_per_tensor_param(), maxlen=0)
@@ -142,7 +142,8 @@ def record_engine(cell: Mapping[str, Any]) -> dict[str, Any]:
     return {"faults": faults, "phases": phases}
 
 
-def _build(cell: EngineCell) -> BaseEngine:
+def build_engine(cell: EngineCell) -> BaseEngine:
+    """Return the engine of a cell, inside :func:`~rollcast_dryrun.harness.fake_cuda`."""
     folder = _model_folder(cell.model, tuple(sorted(cell.changes.items())))
     local = min(cell.node_ranks, cell.world)
     context = WorkerContext(

@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,8 @@ from rollcast_dryrun.attention import attend
 from rollcast_dryrun.kernels import kernel_replacements
 from rollcast_dryrun.mode import LARGE_ON_HOST, DryRunMode
 from rollcast_dryrun.record import Recorder
-from rollcast_dryrun.streams import DeviceStreams, MockEvent, MockStream
+from rollcast_dryrun.sharing import sharing_replacements
+from rollcast_dryrun.streams import MockEvent, MockStream
 from rollcast_engine.weights import WeightFolder
 
 __all__ = ["fake_cuda"]
@@ -73,9 +74,7 @@ def fake_cuda(
     if kind is None or kind.name not in _CAPABILITIES:
         name = device if kind is None else kind.name
         raise CapabilityError(f"a dry run does not know the device {name!r}; known: {', '.join(_CAPABILITIES)}")
-    recorder = Recorder()
-    streams = DeviceStreams(recorder.note_wait)
-    mode = DryRunMode(recorder, streams, node_ranks, kind, received)
+    mode = DryRunMode(node_ranks, kind, received)
     with ExitStack() as stack:
         for target, name, value in _replacements(mode, kind):
             stack.enter_context(mock.patch.object(target, name, value, create=not hasattr(target, name)))
@@ -87,12 +86,12 @@ def fake_cuda(
         stack.callback(dist.destroy_process_group)
         stack.callback(_clear_sharding_prop_cache)  # it has the groups of these ranks
         stack.enter_context(mode)
-        yield recorder
+        yield mode.recorder
 
 
 def _replacements(mode: DryRunMode, kind: DeviceKind) -> Iterator[tuple[Any, str, Any]]:
     """Yield what is replaced: an object, an attribute and its value."""
-    for name, value in _cuda_functions(mode, kind).items():
+    for name, value in (_cuda_functions(mode, kind) | _memory_functions(mode, kind)).items():
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, value
     yield torch._C, "_cuda_getDevice", lambda: 0
@@ -101,6 +100,7 @@ def _replacements(mode: DryRunMode, kind: DeviceKind) -> Iterator[tuple[Any, str
     yield WeightFolder, "read", _reader(mode)
     yield torch.nn.functional, "scaled_dot_product_attention", attend
     yield from _distributed(mode)
+    yield from sharing_replacements(mode)
     yield from kernel_replacements(mode, _CAPABILITIES[kind.name])
 
 
@@ -115,7 +115,16 @@ def _methods(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
         return mode.storages.is_pinned(tensor)
 
     def read_list(tensor: torch.Tensor) -> Any:
-        return mode.read_list(tensor)
+        return mode.read_value(tensor).tolist()
+
+    def read_array(tensor: torch.Tensor, force: bool = False) -> Any:  # noqa: ARG001  # torch's signature
+        if tensor.device.type == "cuda":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return mode.read_value(tensor).numpy()
+
+    def address(tensor: torch.Tensor) -> int:
+        """Return an address that no other storage shares, aligned as an allocator's."""
+        return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.element_size()
 
     def resize_noted(storage: torch.UntypedStorage, size: int) -> Any:
         mode.storages.resize(storage, size)
@@ -124,6 +133,8 @@ def _methods(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "record_stream", record_stream
     yield torch.Tensor, "is_pinned", is_pinned
     yield FakeTensor, "tolist", read_list
+    yield FakeTensor, "numpy", read_array
+    yield FakeTensor, "data_ptr", address
     yield torch.UntypedStorage, "resize_", resize_noted
 
 
@@ -206,7 +217,6 @@ def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None
 
 
 def _cuda_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
-    memory, streams = mode.recorder.allocator, mode.streams
     capability, generator = _CAPABILITIES[kind.name], _Generator()
     properties = types.SimpleNamespace(
         name=f"NVIDIA {kind.name.upper()}",
@@ -225,19 +235,17 @@ def _cuda_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
 
     class Stream(MockStream):
         def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__(streams)
+            super().__init__(mode.streams)
 
     class Event(MockEvent):
         def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__(streams)
+            super().__init__(mode.streams)
 
-    def stats(_: Any = None) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": memory.allocated,
-            "allocated_bytes.all.peak": memory.peak_allocated,
-            "reserved_bytes.all.current": memory.reserved,
-            "reserved_bytes.all.peak": memory.peak_reserved,
-        }
+    def use_stream(stream: MockStream | None) -> AbstractContextManager[MockStream | None]:
+        return mode.streams.use(stream)
+
+    def set_stream(stream: MockStream) -> None:
+        mode.streams.set_current(stream)
 
     return {
         "is_available": lambda: True,
@@ -250,13 +258,13 @@ def _cuda_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
         "set_device": lambda _: None,
         "device": lambda _: nullcontext(),
         "device_of": lambda _: nullcontext(),
-        "synchronize": lambda _=None: streams.synchronize(),
+        "synchronize": lambda _=None: mode.streams.synchronize(),
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda _=None: streams.current,
-        "default_stream": lambda _=None: streams.default,
-        "stream": streams.use,
-        "set_stream": streams.set_current,
+        "current_stream": lambda _=None: mode.streams.current,
+        "default_stream": lambda _=None: mode.streams.default,
+        "stream": use_stream,
+        "set_stream": set_stream,
         "get_device_capability": lambda _=None: capability,
         "get_device_properties": lambda _=None: properties,
         "get_device_name": lambda _=None: properties.name,
@@ -267,12 +275,34 @@ def _cuda_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
         "manual_seed_all": lambda _: None,
         "is_bf16_supported": lambda *_: capability >= (8, 0),
         "is_current_stream_capturing": lambda: False,
-        "memory_allocated": lambda _=None: memory.allocated,
-        "max_memory_allocated": lambda _=None: memory.peak_allocated,
-        "memory_reserved": lambda _=None: memory.reserved,
-        "max_memory_reserved": lambda _=None: memory.peak_reserved,
+    }
+
+
+def _memory_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
+    def stats(_: Any = None) -> dict[str, int]:
+        memory = mode.recorder.allocator
+        return {
+            "allocated_bytes.all.current": memory.allocated,
+            "allocated_bytes.all.peak": memory.peak_allocated,
+            "reserved_bytes.all.current": memory.reserved,
+            "reserved_bytes.all.peak": memory.peak_reserved,
+        }
+
+    def free_and_total(_: Any = None) -> tuple[int, int]:
+        reserved = sum(process.recorder.allocator.reserved for process in mode.processes)
+        return kind.memory_bytes - reserved, kind.memory_bytes
+
+    def empty_cache() -> None:
+        mode.recorder.allocator.empty_cache()
+
+    return {
+        "memory_allocated": lambda _=None: mode.recorder.allocator.allocated,
+        "max_memory_allocated": lambda _=None: mode.recorder.allocator.peak_allocated,
+        "memory_reserved": lambda _=None: mode.recorder.allocator.reserved,
+        "max_memory_reserved": lambda _=None: mode.recorder.allocator.peak_reserved,
         "memory_stats": stats,
-        "reset_peak_memory_stats": lambda _=None: memory.reset_peak(),
-        "mem_get_info": lambda _=None: (kind.memory_bytes - memory.reserved, kind.memory_bytes),
-        "empty_cache": memory.empty_cache,
+        "reset_peak_memory_stats": lambda _=None: mode.recorder.allocator.reset_peak(),
+        "mem_get_info": free_and_total,
+        "empty_cache": empty_cache,
+        "ipc_collect": mode.storages.collect,
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from threading import RLock, local
 from typing import Any
 
 import torch
@@ -16,20 +17,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from rollcast.errors import CapabilityError
 from rollcast_automap.contract import DeviceKind
 from rollcast_dryrun.collectives import describe, own_value
-from rollcast_dryrun.record import Copy, Recorder, find_place
+from rollcast_dryrun.record import Collective, Copy, Recorder, find_place
 from rollcast_dryrun.schemas import is_view, leaves_of, reads_shape_only, written_arguments
-from rollcast_dryrun.storages import Storages
+from rollcast_dryrun.storages import DeviceProcess, Storages
 from rollcast_dryrun.streams import DeviceStreams
 from rollcast_dryrun.values import attach, compute, copy_value, forget, get_value, has_values, set_value
 
-__all__ = ["LARGE_ON_HOST", "DryRunMode"]
+__all__ = ["LARGE_ON_HOST", "DryRunMode", "active_mode"]
 
 aten = torch.ops.aten
 #: Tensors of the host from this number of elements on that only enter or leave the device are fake too.
@@ -43,8 +44,6 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs what touches the device on fake tensors, and everything else for real.
 
     Args:
-        recorder: record of the operations.
-        streams: streams of the device.
         node_ranks: ranks of a node.
         kind: figures of the device.
         received: phase → whole numbers that this rank receives from single ranks; None for those that it sends.
@@ -52,16 +51,15 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        recorder: Recorder,
-        streams: DeviceStreams,
         node_ranks: int,
         kind: DeviceKind,
         received: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-        self.streams = streams
-        self.storages = Storages(recorder, streams)
+        self._lock = RLock()
+        self.processes = [_new_process()]
+        self._thread = local()
+        self.storages = Storages(lambda: self.process, self._lock)
         self._node_ranks = node_ranks
         self._kind = kind
         self._unrecorded = False
@@ -70,9 +68,45 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Made before torch.cuda is mocked, which it asks for devices.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
+    @property
+    def process(self) -> DeviceProcess:
+        """The process on the device for which this thread runs."""
+        process: DeviceProcess = getattr(self._thread, "process", self.processes[0])
+        return process
+
+    @property
+    def recorder(self) -> Recorder:
+        """The record of this thread's process."""
+        return self.process.recorder
+
+    @property
+    def streams(self) -> DeviceStreams:
+        """The streams of this thread's process."""
+        return self.process.streams
+
+    def add_process(self) -> DeviceProcess:
+        """Return a further process on the device."""
+        self.processes.append(_new_process(self.processes[0]))
+        return self.processes[-1]
+
+    @contextmanager
+    def run_as(self, process: DeviceProcess) -> Iterator[None]:
+        """Run the block as another process; in a thread of its own it is the dry run's too."""
+        outer = self.process
+        self._thread.process = process
+        try:
+            with nullcontext() if self in _get_current_dispatch_mode_stack() else self:
+                yield
+        finally:
+            self._thread.process = outer
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        with self._lock:
+            return self._dispatch(func, types, args, kwargs)
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if any(_dispatches(kind) for kind in types):
             return NotImplemented  # of a sharded tensor, the operations on its parts come here
         kwargs = dict(kwargs or {})
@@ -122,6 +156,24 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storages.use(tensor, False, tick)
             if tensor.is_floating_point():
                 forget(tensor)
+
+    def note_broadcast(self, tensor: torch.Tensor, ranks: int, writes: bool) -> None:
+        """Record a broadcast in a group outside the process group, which may span nodes."""
+        collective = Collective("broadcast", ranks, nodes=True)
+        with self._lock:
+            self.recorder.current.operations += 1
+            self.recorder.current.collectives[collective] += 1
+            self.recorder.current.collective_bytes[collective] += tensor.nbytes
+            self.storages.use(tensor, writes, self.streams.current.tick())
+            forget(tensor)
+
+    def make_alias(self, handle: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor ``[size]`` that shares the device's memory behind another process's handle."""
+        with self._lock:
+            with self.unrecorded():
+                flat = torch.empty(size, dtype=dtype, device="cuda:0")
+            self.storages.open_handle(handle, flat)
+            return flat
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -288,11 +340,11 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dtype = args[0].dtype
         return 1.0 if dtype.is_floating_point else dtype is torch.bool or 1
 
-    def read_list(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor's values as nested lists, which takes one copy; stands for ``Tensor.tolist``."""
+    def read_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values on the host, which takes one copy from the device; ones if they are not known."""
         self._note_host_read(tensor)
         value = get_value(tensor)
-        return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
+        return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value
 
     def replace_content(self, tensor: FakeTensor, other: torch.Tensor) -> None:
         """Do ``tensor.data = other`` for a fake tensor; the memory of a real one becomes fake."""
@@ -362,6 +414,23 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.streams.wait_on_host(self.streams.current.clock)
         if blocking and not to_device:
             phase.host_reads[copy.place] += 1
+
+
+def active_mode() -> DryRunMode:
+    """Return the mode of the dry run around the caller.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, DryRunMode):
+            return mode
+    raise RuntimeError("no dry run is around this call; use fake_cuda")
+
+
+def _new_process(first: DeviceProcess | None = None) -> DeviceProcess:
+    recorder = Recorder()
+    return DeviceProcess(recorder, DeviceStreams(recorder.note_wait, None if first is None else first.streams))
 
 
 @cache

@@ -17,7 +17,7 @@ from rollcast_dryrun.memory import CachingAllocator
 
 __all__ = ["Collective", "Copy", "Fault", "Phase", "Place", "Recorder", "find_place"]
 
-FaultKind = Literal["race", "early_free", "host_race"]
+FaultKind = Literal["race", "early_free", "host_race", "open_handle"]
 #: Factor by which memory grows until its holders are noted anew, which takes time.
 _CLEARLY_MORE = 1.02
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING, Any
 from rollcast_dryrun.record import Place, find_place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from threading import RLock
+
     import torch
 
     from rollcast_dryrun.record import Recorder
     from rollcast_dryrun.streams import DeviceStreams, MockStream
 
-__all__ = ["Storages"]
+__all__ = ["DeviceProcess", "Storages"]
+
+
+@dataclass(frozen=True)
+class DeviceProcess:
+    """One process on the device: its record, with its memory, and its streams."""
+
+    recorder: Recorder
+    streams: DeviceStreams
 
 
 @dataclass
@@ -24,7 +35,8 @@ class _Storage:
 
     Attributes:
         stream: stream in whose order the memory is reused.
-        block: block of the allocator; None for host memory, and for none.
+        recorder: record of the process that allocated it.
+        block: block of its allocator; None for host memory, and for none.
         size: bytes.
         place: line that allocated it.
         host, pinned: True for host memory, and for pinned host memory.
@@ -32,10 +44,12 @@ class _Storage:
         reads: number of the last read by stream.
         before: operations on what the memory held before, which the first write has to follow.
         held: streams that the memory waits for when it is freed, by ``record_stream``.
+        sent, opened: numbers of handles for other processes, and of those that are open.
         reference: weak reference to the storage; its callback frees the block.
     """
 
     stream: MockStream
+    recorder: Recorder
     block: Any
     size: int
     place: Place
@@ -45,6 +59,8 @@ class _Storage:
     reads: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    sent: int = 0
+    opened: int = 0
     reference: Any = None
 
 
@@ -52,14 +68,18 @@ class Storages:
     """The storages of the device, and those of the host that take part in copies.
 
     Args:
-        recorder: record to which faults are added.
-        streams: streams of the device.
+        process: returns the process on the device that runs now.
+        lock: held by whatever changes these.
     """
 
-    def __init__(self, recorder: Recorder, streams: DeviceStreams) -> None:
-        self._recorder = recorder
-        self._streams = streams
+    def __init__(self, process: Callable[[], DeviceProcess], lock: RLock) -> None:
+        self._process = process
+        self._lock = lock
         self._known: dict[int, _Storage] = {}
+        #: Memory that its process has freed, and that others may still open or have open.
+        self._limbo: list[_Storage] = []
+        #: Storages of tensors that share another process's memory.
+        self._aliases: dict[int, Any] = {}
 
     def add(self, tensor: torch.Tensor, pinned: bool = False, host: bool = False) -> None:
         """Note a tensor's storage, if it is new, as allocated on the current stream."""
@@ -67,14 +87,48 @@ class Storages:
         key = storage._cdata
         if key in self._known:
             return
-        stream = self._streams.current
-        entry = _Storage(stream, None, storage.nbytes(), find_place(), host, pinned)
+        process = self._process()
+        entry = _Storage(process.streams.current, process.recorder, None, storage.nbytes(), find_place(), host, pinned)
         if not host:
             self._allocate(entry)
         entry.reference = weakref.ref(storage, lambda _: self._free(key))
         self._known[key] = entry
         if not host:
-            self._recorder.note_peak(self.holders)
+            process.recorder.note_peak(lambda: self.holders(process.recorder))
+
+    def send_handle(self, tensor: torch.Tensor) -> int:
+        """Return a number with which one other process opens the tensor's memory."""
+        key = tensor.untyped_storage()._cdata
+        self._known[key].sent += 1
+        return key
+
+    def open_handle(self, key: int, tensor: torch.Tensor) -> None:
+        """Let a new tensor share the memory behind a handle.
+
+        Raises:
+            RuntimeError: the memory was freed.
+        """
+        entry = self._known.get(key)
+        if entry is None:
+            raise RuntimeError("the memory behind this handle was freed")
+        entry.opened += 1
+        storage = tensor.untyped_storage()
+        alias = storage._cdata
+        self._known[alias] = entry
+        self._aliases[alias] = weakref.ref(storage, lambda _: self._close_handle(alias))
+
+    def collect(self) -> None:
+        """Free what no other process may open any more; stands for ``torch.cuda.ipc_collect``."""
+        for entry in [entry for entry in self._limbo if not entry.sent]:
+            self._limbo.remove(entry)
+            self._release(entry)
+
+    def _close_handle(self, alias: int) -> None:
+        with self._lock:
+            entry = self._known.pop(alias)
+            del self._aliases[alias]
+            entry.opened -= 1
+            entry.sent -= 1
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return True if a host tensor's memory was allocated as pinned."""
@@ -94,7 +148,7 @@ class Storages:
             return
         self._release(entry)
         entry.size, entry.write, entry.reads, entry.held = size, None, {}, set()
-        entry.stream = self._streams.current
+        entry.stream = self._process().streams.current
         self._allocate(entry)
 
     def use(self, tensor: torch.Tensor, writes: bool, tick: int) -> None:
@@ -102,25 +156,22 @@ class Storages:
         entry = self._known.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return
-        stream = self._streams.current
+        process = self._process()
+        stream, report_fault = process.streams.current, process.recorder.report_fault
         verb = "writes" if writes else "reads"
         if entry.write is not None and not stream.follows(*entry.write):
-            self._recorder.report_fault(
-                "race", f"stream {stream.number} {verb} what stream {entry.write[0]} may still write"
-            )
+            report_fault("race", f"stream {stream.number} {verb} what stream {entry.write[0]} may still write")
         if entry.before:
             late = [other for other, last in entry.before.items() if not stream.follows(other, last)]
             entry.before = {}
             if late:
-                self._recorder.report_fault(
+                report_fault(
                     "early_free", f"memory that stream {late[0]} may still use is reused by stream {stream.number}"
                 )
         if writes:
             late = [other for other, last in entry.reads.items() if not stream.follows(other, last)]
             if late:
-                self._recorder.report_fault(
-                    "race", f"stream {stream.number} writes what stream {late[0]} may still read"
-                )
+                report_fault("race", f"stream {stream.number} writes what stream {late[0]} may still read")
             entry.write, entry.reads = (stream.number, tick), {}
         else:
             entry.reads[stream.number] = tick
@@ -130,30 +181,36 @@ class Storages:
         entry = self._known.get(tensor.untyped_storage()._cdata)
         if entry is None or not entry.pinned:
             return
-        done = self._streams.host
+        process = self._process()
+        done, report_fault = process.streams.host, process.recorder.report_fault
         if entry.write is not None and done.get(entry.write[0], 0) < entry.write[1]:
-            self._recorder.report_fault(
-                "host_race", f"the host uses memory that stream {entry.write[0]} may still write"
-            )
+            report_fault("host_race", f"the host uses memory that stream {entry.write[0]} may still write")
         late = [stream for stream, tick in entry.reads.items() if done.get(stream, 0) < tick]
         if writes and late:
-            self._recorder.report_fault("host_race", f"the host writes memory that stream {late[0]} may still read")
+            report_fault("host_race", f"the host writes memory that stream {late[0]} may still read")
 
-    def holders(self) -> Counter[Place]:
-        """Return the bytes on the device by the line that allocated them."""
+    def holders(self, recorder: Recorder) -> Counter[Place]:
+        """Return the bytes of a process on the device by the line that allocated them."""
         held: Counter[Place] = Counter()
-        for entry in self._known.values():
-            if entry.block is not None:
+        for key, entry in self._known.items():
+            if entry.block is not None and entry.recorder is recorder and key not in self._aliases:
                 held[entry.place] += entry.size
         return held
 
     def _allocate(self, entry: _Storage) -> None:
         if entry.size:
-            entry.block = self._recorder.allocator.allocate(entry.size, entry.stream.number)
+            entry.block = entry.recorder.allocator.allocate(entry.size, entry.stream.number)
             entry.before = dict(entry.block.uses)
 
     def _free(self, key: int) -> None:
-        self._release(self._known.pop(key))
+        with self._lock:
+            entry = self._known.pop(key)
+            if entry.opened:
+                entry.recorder.report_fault("open_handle", "memory is freed that another process has open")
+            if entry.sent:
+                self._limbo.append(entry)
+            else:
+                self._release(entry)
 
     def _release(self, entry: _Storage) -> None:
         if entry.block is None:
@@ -161,5 +218,5 @@ class Storages:
         uses = {stream: tick for stream, tick in entry.reads.items() if stream not in entry.held}
         if entry.write is not None and entry.write[0] not in entry.held:
             uses[entry.write[0]] = max(entry.write[1], uses.get(entry.write[0], 0))
-        self._recorder.allocator.free(entry.block, uses)
+        entry.recorder.allocator.free(entry.block, uses)
         entry.block = None

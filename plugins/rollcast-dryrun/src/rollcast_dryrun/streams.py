@@ -6,14 +6,12 @@ Source of the clocks: L. Lamport, "Time, Clocks, and the Ordering of Events in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["Clock", "DeviceStreams", "MockEvent", "MockStream"]
 
@@ -28,17 +26,19 @@ def _merge(clock: Clock, other: Mapping[int, int]) -> None:
 
 
 class DeviceStreams:
-    """The streams of one device and the host that queues work on them.
+    """The streams of one process on a device and the host that queues work on them.
 
     Attributes:
         host: operations that the host has waited for.
 
     Args:
         note_wait: called each time that code lets the host wait for a stream, an event or the device.
+        first: streams of another process of the node, which tells this one when it has waited for the device.
     """
 
-    def __init__(self, note_wait: Callable[[], None]) -> None:
-        self.host: Clock = {}
+    def __init__(self, note_wait: Callable[[], None], first: DeviceStreams | None = None) -> None:
+        self.host: Clock = {} if first is None else first.host
+        self.numbers: Iterator[int] = count() if first is None else first.numbers
         self._note_wait = note_wait
         self.streams: list[MockStream] = []
         self.default = MockStream(self)
@@ -70,7 +70,9 @@ class DeviceStreams:
         _merge(self.host, clock)
 
     def synchronize(self, *clocks: Mapping[int, int]) -> None:
-        """Block the host, because code asks for it, until the operations of ``clocks`` are done; by default all."""
+        """Block the host, because code asks for it, until the operations of ``clocks`` are done; by default all of the
+        process.
+        """
         self._note_wait()
         for clock in clocks or tuple(stream.clock for stream in self.streams):
             _merge(self.host, clock)
@@ -84,13 +86,13 @@ class MockStream:
     """A stream; stands for ``torch.cuda.Stream``.
 
     Attributes:
-        number: index among the device's streams; 0 is the default stream.
+        number: index among the device's streams; 0 is the first process's default stream.
         clock: operations that the stream's next operation comes after.
     """
 
     def __init__(self, owner: DeviceStreams) -> None:
         self.owner = owner
-        self.number = len(owner.streams)
+        self.number = next(owner.numbers)
         self.clock: Clock = {}
         self.device = torch.device("cuda", 0)
         self.stream_id, self.device_index, self.device_type = self.number, 0, 1

@@ -123,6 +123,11 @@ class CastRoom:
         for name, tensor, dtype in bucket:
             yield name, tensor.detach() if dtype == tensor.dtype else self._put(tensor, dtype, capacity)
 
+    def leave_device(self) -> None:
+        """Free memory of a device, which belongs to the rollout and the training between syncs."""
+        if self._flat is not None and self._flat.device.type != "cpu":
+            self._flat = None
+
     def _put(self, tensor: Tensor, dtype: torch.dtype, capacity: int) -> Tensor:
         """Return a tensor in another dtype, in the reused memory if it has space."""
         import torch

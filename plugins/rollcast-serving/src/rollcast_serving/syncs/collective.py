@@ -165,7 +165,7 @@ def _own_address(nodes: set[str]) -> str:
 
 
 class _Room:
-    """A flat buffer that is reused for each bucket."""
+    """A flat buffer that is reused for each bucket; on a CPU also by the next sync."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
@@ -175,6 +175,11 @@ class _Room:
         if len(self._flat) < size:
             self._flat = torch.empty(size, dtype=torch.uint8, device=device)
         return self._flat[:size]
+
+    def leave_device(self) -> None:
+        """Free memory of a device, which belongs to the rollout or the training between syncs."""
+        if self._flat.device.type != "cpu":
+            self._flat = self._flat.new_empty(0)
 
 
 class _Sender(Transport):
@@ -237,6 +242,8 @@ class _Sender(Transport):
     def finish(self, receivers: Receivers) -> None:
         self._open(receivers, "gloo")
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"end": True}))
+        self._flat = self._flat[:0].clone()
+        self._room.leave_device()
 
     def break_off(self) -> None:
         """Leave the group in the middle of a sync; the members are told."""
@@ -402,6 +409,7 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
                 raise WeightSyncError("the sender broke off the update")
             yield read_bucket(member.receive(header["size"], key_of_bucket), header["tensors"])
             number += 1
+        member.room.leave_device()
         _members[key], member = member, None
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):

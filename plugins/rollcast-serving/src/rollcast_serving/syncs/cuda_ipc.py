@@ -48,7 +48,8 @@ class CudaIpcSync(BucketSync):
 
     @contextmanager
     def transport(self) -> Iterator[Transport]:
-        buffers = (DeviceMemory(), DeviceMemory())
+        size = self.settings.bucket_bytes
+        buffers = (DeviceMemory(size), DeviceMemory(size))
         try:
             with SocketSender(buffers, self.settings) as sender:
                 yield sender
@@ -76,16 +77,24 @@ class DeviceMemory:
 
     Attributes:
         number: number of allocations so far.
+
+    Args:
+        least: size in bytes of the smallest allocation, so that a few buckets of growing size take one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 0) -> None:
         self.number = 0
+        self._least = least
         self._flat: Tensor | None = None
+        #: Smaller allocations, which a reader may have open until the sync ends.
+        self._outgrown: list[Tensor] = []
 
     def reserve(self, size: int) -> Tensor:
         """Return at least ``size`` bytes, uint8; in a new allocation if the current one is too small."""
         if self._flat is None or len(self._flat) < size:
-            self._flat = allocate(size)
+            if self._flat is not None:
+                self._outgrown.append(self._flat)
+            self._flat = allocate(max(size, self._least))
             self.number += 1
         return self._flat
 
@@ -106,6 +115,7 @@ class DeviceMemory:
     def close(self) -> None:
         """Release the memory; it is freed when no other process maps it."""
         self._flat = None
+        self._outgrown.clear()
 
 
 def allocate(size: int) -> Tensor:

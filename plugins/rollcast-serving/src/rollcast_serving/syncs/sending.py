@@ -225,6 +225,7 @@ class BucketSync(BaseWeightSync):
         finally:
             for _ in buckets:  # without targets or after a failure: the other ranks wait in the collectives
                 pass
+            self._room.leave_device()
 
     def _send(self, buckets: Iterator[list[Outgoing]], version: int, described: Mapping[str, Any]) -> list[Delivery]:
         targets = typed("Sequence[RemoteRollout]", self.targets)
