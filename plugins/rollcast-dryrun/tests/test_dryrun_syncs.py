@@ -36,6 +36,12 @@ def test_a_sync(mock_process: MockProcess, cell: Any) -> None:
     assert synced[0] <= asleep[0]
     assert synced[1] <= awake[1] + (2 * MIB if cell.engine.model_keys else 0)
     trainer, replica = record["trainer"], record["replica"]
+    if sizes := cell.engine.changes if cell.bucket_bytes > 64 * MIB else {}:
+        # What the plan counts: a bucket in float32 and the head, which does not fit into it, and the buffers.
+        embedding = sizes["vocab_size"] * sizes["hidden_size"]
+        planned = 2 * cell.bucket_bytes + 4 * embedding
+        planned += (2 if cell.sync == "cuda_ipc" else 1) * max(cell.bucket_bytes, 2 * embedding)
+        assert 0.5 * planned < trainer["peak_allocated"] - asleep[0] < 1.1 * planned
     if cell.sync == "cuda_ipc":
         # The buckets are the trainer's, and nothing of them passes the host but checksums.
         assert replica["peak_allocated"] <= replica["allocated"] + MIB + max(report["bytes"], 64 * MIB) // 64

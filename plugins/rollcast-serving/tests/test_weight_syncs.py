@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -86,6 +87,32 @@ def test_what_is_sent_arrives(name: str, bucket_bytes: int) -> None:
             assert report.tensors == len(engine.named)
             assert report.bytes == sum(tensor.numel() * tensor.element_size() for _, tensor in engine.named)
             assert target.largest <= max(bucket_bytes, 1000 * 33 * 4)
+    sync.close()
+
+
+class GatheredTensors(NamedTensors):
+    """An engine whose tensors exist only while they are sent, as sharded ones do."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([])
+        self.count = count
+        self.most = 0
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        for number in range(self.count):
+            tensor = torch.full((100,), float(number))
+            alive.add(tensor)
+            self.most = max(self.most, len(alive))
+            yield f"w{number}", tensor
+
+
+def test_a_bucket_is_gone_when_the_next_is_gathered(name: str) -> None:
+    engine, target = GatheredTensors(12), KeepingTarget()
+    sync = make(name, engine, [target], bucket_bytes=4 * 400)
+    asyncio.run(sync.sync(1))
+    assert len(target.held) == 12
+    assert engine.most == 5  # a bucket, and the tensor that did not fit into it
     sync.close()
 
 

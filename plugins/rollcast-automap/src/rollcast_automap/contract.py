@@ -209,6 +209,7 @@ class RolloutLayout:
         cache_bytes: fixed size of the cache on each device; None if it is not fixed.
         releases_memory: True if weights and cache leave the devices while the trainer computes in mode ``hybrid``.
         bucket_bytes: size of the largest bucket of a weight sync; 0 if weights are not sent.
+        sync_buffers: buffers for buckets on the device during a weight sync.
         captures_graphs: True if replicas on GPUs keep CUDA graphs, where their engine supports them.
     """
 
@@ -217,6 +218,7 @@ class RolloutLayout:
     cache_bytes: int | None = None
     releases_memory: bool = True
     bucket_bytes: int = 64 << 20
+    sync_buffers: int = 1
     captures_graphs: bool = True
 
 

@@ -188,17 +188,17 @@ def sync_cells() -> list[SyncCell]:
 
 
 def _syncs() -> Iterator[SyncCell]:
-    """Yield every sync through memory from every kind of engine; the small buckets hold a few tensors each."""
-    engines = (
+    """Yield every sync through memory from every kind of engine; small buckets have a few tensors each."""
+    sharded = _fsdp(world=8)
+    others = (
         _fsdp(),
-        _fsdp(world=8),
         _fsdp({"param_offload": True}, world=8),
         _fsdp(model_keys={"lora_rank": 4}, world=8),
-        _megatron(_mesh(1, 1, 1)),
         _megatron(_mesh(2, 1, 1), world=8),
     )
-    for sync, engine, size in product(("cuda_ipc", "collective", "shared_memory"), engines, (1 << 14, 64 << 20)):
-        yield SyncCell(sync, engine, size)
+    for sync in ("cuda_ipc", "collective", "shared_memory"):
+        yield SyncCell(sync, sharded, 1 << 14)
+        yield from (SyncCell(sync, engine) for engine in (sharded, *others))
 
 
 #: Sizes of layers and vocabulary: Qwen2.5 7B and Llama 3 70B.
@@ -224,5 +224,5 @@ _LARGE: dict[str, dict[str, Any]] = {
 
 def _large_syncs() -> Iterator[SyncCell]:
     """Yield syncs of tensors as large as those of 7B and 70B, of which some are larger than a bucket."""
-    for (model, sizes), sync, shards in product(_LARGE.items(), ("cuda_ipc", "collective"), (1, 4)):
-        yield SyncCell(sync, _fsdp(model=model, changes=sizes, world=8), 512 << 20, shards)
+    for (model, sizes), sync in product(_LARGE.items(), ("cuda_ipc", "collective")):
+        yield SyncCell(sync, _fsdp(model=model, changes=sizes, world=8), 512 << 20, shards=4)

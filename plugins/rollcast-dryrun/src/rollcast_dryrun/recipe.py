@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from rollcast import ClassWithInitArgs, WorkerHost, compose
 from rollcast.contracts.algorithm import Denominators
-from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.engine import BaseEngine, ForwardSettings
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
@@ -26,11 +25,9 @@ from rollcast_dryrun.engines import own_groups
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.models import write_sparse_model
 from rollcast_dryrun.record import Recorder
-from rollcast_dryrun.replica import DryReplica
 from rollcast_dryrun.report import FIRST_SYNC, SHORTER
 from rollcast_engine.hf import load_hf_config
-from rollcast_serving.contracts.weight_sync import BaseWeightSync
-from rollcast_serving.launcher import ReplicaAddress, served_by
+from rollcast_serving.casting import WeightCast
 from rollcast_serving.syncs.sending import pack_buckets
 from rollcast_trainer.api import (
     ActorRolloutRefWorker,
@@ -167,7 +164,7 @@ class _Step:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")))
             roles = {
-                role: ClassWithInitArgs(worker, self._without_weights(setup, folder / role, layers))
+                role: ClassWithInitArgs(worker, _without_weights(setup, folder / role, layers))
                 for role, (worker, setup) in self._workers.items()
             }
             stack.enter_context(own_groups())
@@ -182,25 +179,11 @@ class _Step:
                 _record(recorder, step_pass)
             for worker in workers:
                 if isinstance(worker, ActorRolloutRefWorker) and self._settings.uses_replicas:
-                    self._sync(recorder, worker)
+                    self._sync(recorder, worker.actor.engine)
             torch.cuda.empty_cache()
             with recorder.phase("generate"):
                 pass  # what the models hold while the rollout has the device
         return recorder, passes
-
-    def _without_weights(self, setup: WorkerSetup, folder: Path, layers: int | None) -> WorkerSetup:
-        """Return a setup whose model has weights of zeros that take no room, in a new folder."""
-        config: Any = load_hf_config(setup.model)
-        text = config.get_text_config()
-        if layers is not None:
-            text.num_hidden_layers = layers
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[:layers]
-        folder.mkdir()
-        write_sparse_model(folder, config)
-        # The folder's configuration has the changes of override_config.
-        model = replace(setup.model, path=str(folder), override_config={}, random_init=False, use_shm=False)
-        return replace(setup, model=model, rollout=setup.rollout if self._settings.uses_replicas else None)
 
     def _place(self, rank: int) -> WorkerContext:
         return WorkerContext(
@@ -287,34 +270,32 @@ class _Step:
         columns |= {"prompts": prompts, "responses": responses, "response_mask": mask}
         return DataProto(columns, length=rows)
 
-    def _sync(self, recorder: Recorder, worker: ActorRolloutRefWorker) -> None:
-        """Send the weights to a replica on this device; those below an adapter once, as in a run."""
-        sync = worker.weight_sync
-        if sync is None:
-            raise TypeError("a worker beside replicas has a weight sync")
-        setup, place = worker.setup, worker.context
-        names = (FIRST_SYNC, "sync") if setup.model.trains_adapter else ("sync",)
-        if not (sync.capabilities.same_node or sync.capabilities.own_devices):  # through files
-            for version, name in enumerate(names):
-                with recorder.phase(name):
-                    _gather(sync, only_adapter=version > 0)
-            return
-        dtype = getattr(torch, self._settings.rollout_dtype or "bfloat16")
-        shards = self._settings.rollout.tensor_model_parallel_size
-        replica = DryReplica(Path(setup.model.path), dtype, shards, place.node)
-        address = ReplicaAddress(0, place.node, "", 0, 0, "", device=place.device_id)
-        sync.targets = [replica] if served_by(place, sync.capabilities, [address]) else []
-        replica.wake()
-        for version, name in enumerate(names):
-            with recorder.phase(name):
-                asyncio.run(sync.sync(version, only_adapter=version > 0))
+    def _sync(self, recorder: Recorder, engine: BaseEngine) -> None:
+        """Gather the weights in buckets; those below an adapter once, as in a run."""
+        size = self._settings.rollout.update_weights_bucket_megabytes << 20
+        dtype, model = self._settings.rollout_dtype, engine.setup.model
+        cast = WeightCast.of_model(dtype, model.path, model.trust_remote_code) if dtype else None
+        adapts = model.trains_adapter
+        with recorder.phase(FIRST_SYNC if adapts else "sync"):
+            deque(pack_buckets(engine.get_per_tensor_param(), size, cast), maxlen=0)
+        if adapts:
+            with recorder.phase("sync"):
+                engine.get_adapter()
 
 
-def _gather(sync: BaseWeightSync, only_adapter: bool) -> None:
-    """Gather the weights in buckets, as a sync through files does before it writes them."""
-    adapter = sync.engine.get_adapter()
-    if adapter is None or not only_adapter:
-        deque(pack_buckets(sync.engine.get_per_tensor_param(), sync.settings.bucket_bytes), maxlen=0)
+def _without_weights(setup: WorkerSetup, folder: Path, layers: int | None) -> WorkerSetup:
+    """Return a setup whose model has weights of zeros that take no room, in a new folder, and without a rollout."""
+    config: Any = load_hf_config(setup.model)
+    text = config.get_text_config()
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    folder.mkdir()
+    write_sparse_model(folder, config)
+    # The folder's configuration has the changes of override_config.
+    model = replace(setup.model, path=str(folder), override_config={}, random_init=False, use_shm=False)
+    return replace(setup, model=model, rollout=None)
 
 
 def _record(recorder: Recorder, step_pass: Pass) -> None:

@@ -172,7 +172,7 @@ def list_engine_items(
         items = [replace(item, name=item.name.replace(": ", ": kept "), on_host=True) for item in items]
     items += _list_pass_items(title, role, size, layout, passes)
     if bucket_bytes:
-        items.append(MemoryItem(f"{title}: sync bucket", _bucket(size, layout.stored, bucket_bytes), "sync"))
+        items.append(MemoryItem(f"{title}: sync bucket", _gathered_bucket(size, layout, bucket_bytes), "sync"))
     return items
 
 
@@ -254,7 +254,7 @@ def list_rollout_items(
     ]
     if layout.bucket_bytes:
         bucket = _bucket(size, computed, layout.bucket_bytes)
-        items.append(MemoryItem("rollout: sync bucket", bucket, "sync"))
+        items.append(MemoryItem("rollout: sync bucket", layout.sync_buffers * bucket, "sync"))
     return items
 
 
@@ -277,6 +277,12 @@ def _weights_in_process(size: ModelSize, trained: RoleSpec, mesh: Mesh, devices:
 def _bucket(size: ModelSize, stored: int, bucket_bytes: int) -> int:
     """Return the bytes of the largest bucket; a tensor above ``bucket_bytes``, such as the embedding, is one bucket."""
     return min(max(bucket_bytes, size.vocabulary * size.hidden * stored), size.parameters * stored)
+
+
+def _gathered_bucket(size: ModelSize, layout: EngineLayout, bucket_bytes: int) -> int:
+    """Return the bytes of a bucket in the engine's dtype, and of the largest tensor, which did not fit into it."""
+    bucket = bucket_bytes * layout.stored // min(layout.stored, layout.computed)
+    return min(bucket + size.vocabulary * size.hidden * layout.stored, size.parameters * layout.stored)
 
 
 def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMemory) -> MemoryParts:

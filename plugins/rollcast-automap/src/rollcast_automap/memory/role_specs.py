@@ -10,6 +10,7 @@ from rollcast.contracts.engine import ModelConfig
 from rollcast_automap.contract import ModelFacts, RoleKind, RoleSpec, RolloutLayout, TrainingLayout
 from rollcast_automap.memory.engine_layout import describe_engine
 from rollcast_automap.memory.memory_model import KL_LOGIT_COPIES, LOGIT_COPIES, ModelSize, count_adapter, measure_model
+from rollcast_serving.contracts.weight_sync import weight_syncs
 from rollcast_trainer.api import (
     BatchAlgebra,
     CriticConfig,
@@ -162,6 +163,8 @@ def _rollout_layout(settings: RunSettings, on_cpu: bool) -> RolloutLayout:
         releases_memory=settings.rollout_class.capabilities.releases_memory
         and bool(getattr(rollout, "free_cache_engine", True)),
         bucket_bytes=rollout.update_weights_bucket_megabytes << 20 if settings.uses_replicas else 0,
+        # One is filled while the other is read, or the bucket is cast before it leaves the device.
+        sync_buffers=2 if weight_syncs.get(rollout.weight_sync).capabilities.shared_devices else 1,
         captures_graphs=not getattr(rollout, "enforce_eager", False),
     )
 

@@ -271,6 +271,7 @@ class BucketSync(BaseWeightSync):
                 staged = transport.stage(bucket, self._room, receivers)
                 sent.add(staged)
                 transport.send(staged, receivers)
+                del bucket, staged  # so that the next bucket is not gathered beside this one
             transport.finish(receivers)
         except (OSError, RuntimeError, EOFError) as error:
             # A target's own report explains more than its closed connection, and the death of one target more than the
