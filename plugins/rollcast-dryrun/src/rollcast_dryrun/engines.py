@@ -52,6 +52,13 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _EXPERTS),
 }
+#: Models that see images, which :mod:`rollcast_testing.tiny_vision` makes.
+_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+#: Attributes of Megatron's classes that are of a device: module, class, attribute.
+_OF_A_DEVICE = (
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher", "cuda_dtoh_stream"),
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
+)
 #: First stage of a pipeline → phase → whole numbers that it sent.
 _SENT: dict[str, dict[str, list[list[int]]]] = {}
 
@@ -71,6 +78,7 @@ class EngineCell:
         world, rank, node_ranks: ranks of the group, the one that runs, and the ranks of a node.
         device: kind of device.
         rows, prompt, response: rows of this rank's batch, and the largest numbers of their tokens.
+        is_even: True if all rows have these lengths.
     """
 
     engine: str
@@ -87,6 +95,7 @@ class EngineCell:
     rows: int = 4
     prompt: int = 24
     response: int = 40
+    is_even: bool = False
 
     @property
     def name(self) -> str:
@@ -121,10 +130,9 @@ def _settings(cell: EngineCell) -> ForwardSettings:
 
 def _run(cell: EngineCell, received: Mapping[str, Sequence[Sequence[int]]] | None) -> Recorder:
     """Run the step of a cell."""
-    settings = _settings(cell)
     with fake_cuda(cell.world, cell.rank, cell.device, cell.node_ranks, received) as recorder, own_groups():
         engine = build_engine(cell)
-        _step(engine, recorder, _batch(cell), settings)
+        _step(cell, engine, recorder)
         with recorder.phase("sync"):
             deque(engine.get_per_tensor_param(), maxlen=0)
         with recorder.phase("offload"):
@@ -142,8 +150,8 @@ def record_engine(cell: Mapping[str, Any]) -> dict[str, Any]:
     return {"faults": faults, "phases": phases}
 
 
-def build_engine(cell: EngineCell) -> BaseEngine:
-    """Return the engine of a cell, inside :func:`~rollcast_dryrun.harness.fake_cuda`."""
+def build_engine(cell: EngineCell, frozen: bool = False) -> BaseEngine:
+    """Return the engine of a cell, inside :func:`~rollcast_dryrun.harness.fake_cuda`; a frozen one has no optimizer."""
     folder = _model_folder(cell.model, tuple(sorted(cell.changes.items())))
     local = min(cell.node_ranks, cell.world)
     context = WorkerContext(
@@ -161,7 +169,7 @@ def build_engine(cell: EngineCell) -> BaseEngine:
             cell.model_type,
             ModelConfig(path=folder.name, **cell.model_keys),
             engine_class.config_schema(**cell.keys),
-            OptimConfig(),
+            None if frozen else OptimConfig(),
             context,
         )
     )
@@ -169,20 +177,31 @@ def build_engine(cell: EngineCell) -> BaseEngine:
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Forget Megatron's process groups after the block; it keeps those of one mesh for the life of a process."""
+    """Forget what Megatron keeps for the life of a process after the block: groups of one mesh, streams and scales."""
     try:
         yield
     finally:
         state: Any = sys.modules.get("megatron.core.parallel_state")
         if state is not None:
             state.destroy_model_parallel()
+        for module, name, attribute in _OF_A_DEVICE:
+            if module in sys.modules:
+                setattr(getattr(sys.modules[module], name), attribute, None)
 
 
-def _step(engine: BaseEngine, recorder: Recorder, batch: DataProto, settings: ForwardSettings) -> None:
+def _step(cell: EngineCell, engine: BaseEngine, recorder: Recorder) -> None:
+    settings, batch = _settings(cell), _batch(cell, engine)
     with recorder.phase("init"):
         engine.initialize()
+        if settings.vocabulary_kl is not None:
+            reference = build_engine(cell, frozen=True)
+            reference.initialize()
+            engine.set_reference(reference)
     with recorder.phase("infer"), engine.eval_mode():
-        engine.infer_batch(batch, settings)
+        (outputs, _) = engine.infer_batch(batch, replace(settings, vocabulary_kl=None))
+    if settings.record_routing:  # an update replays the choices of experts
+        batch = batch.with_columns({"routed_experts": outputs["routed_experts"]})
+        settings = replace(settings, record_routing=False)
     loss = _value_loss if engine.setup.model_type == "value_model" else _policy_loss
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -195,7 +214,8 @@ def _step(engine: BaseEngine, recorder: Recorder, batch: DataProto, settings: Fo
 def _policy_loss(inputs: LossInputs) -> LossOutput:
     if inputs.log_probs is None:
         raise TypeError("a policy's loss needs log_probs")
-    loss = -(inputs.log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
+    losses = -inputs.log_probs if inputs.vocabulary_kl is None else inputs.vocabulary_kl - inputs.log_probs
+    loss = (losses * inputs.response_mask).sum() / inputs.denominators.tokens
     return LossOutput(loss, {"loss": loss.detach()})
 
 
@@ -206,14 +226,16 @@ def _value_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss, {"loss": loss.detach()})
 
 
-def _batch(cell: EngineCell) -> DataProto:
-    """Return rows of different lengths; the first is as long as allowed."""
+def _batch(cell: EngineCell, engine: BaseEngine) -> DataProto:
+    """Return rows of different lengths, of which the first is as long as allowed; with images for a model that sees."""
+    if cell.model in _VISION:
+        return _batch_with_images(cell, Path(engine.setup.model.path))
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(cell.changes.get("vocab_size", _TINY["vocab_size"]))
 
     def column(longest: int) -> Jagged:
         lengths = torch.randint(1, longest + 1, (cell.rows,), generator=generator)
-        lengths[0] = longest
+        lengths[: cell.rows if cell.is_even else 1] = longest
         total = int(lengths.sum())
         return Jagged.from_lengths(
             torch.randint(4, vocabulary, (total,), generator=generator, dtype=torch.int32), lengths
@@ -225,11 +247,39 @@ def _batch(cell: EngineCell) -> DataProto:
     return DataProto(columns, length=cell.rows)
 
 
+def _batch_with_images(cell: EngineCell, folder: Path) -> DataProto:
+    """Return rows with two images, one, and none."""
+    from rollcast_testing.tiny_vision import noise_image, vision_prompt
+
+    images = (noise_image(1), noise_image(2, 40, 32))
+    parts = [[[5, 6], *images, [7]], [[5, 6, 7]], [images[0], [8, 9]], [[5]]]
+    prompts = [vision_prompt(folder, *parts[row % len(parts)]) for row in range(cell.rows)]
+
+    def jagged(rows: Sequence[Sequence[int]]) -> Jagged:
+        values = torch.tensor([value for row in rows for value in row], dtype=torch.int32)
+        return Jagged.from_lengths(values, torch.tensor([len(row) for row in rows]))
+
+    responses = jagged([[9] * (cell.response - 3 * row) for row in range(cell.rows)])
+    columns = {
+        "prompts": jagged([ids for ids, _ in prompts]).column(),
+        "responses": responses.column(),
+        "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
+    }
+    data = [{"image": found} if found else None for _, found in prompts]
+    return DataProto.from_dict(columns, non_tensors={"multi_modal_data": data})
+
+
 @cache
 def _model_folder(model: str, changes: tuple[tuple[str, Any], ...]) -> tempfile.TemporaryDirectory[str]:
     """Return a folder with a model, which is removed when the process ends."""
     from transformers import AutoConfig
 
+    if model in _VISION:
+        from rollcast_testing.tiny_vision import tiny_vision_folder
+
+        seeing = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")
+        tiny_vision_folder(Path(seeing.name), model)
+        return seeing
     architecture, needs = _ARCHITECTURES[model]
     options = {**_TINY, **needs, **dict(changes)}
     folder = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")

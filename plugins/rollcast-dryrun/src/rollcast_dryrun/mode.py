@@ -28,7 +28,17 @@ from rollcast_dryrun.record import Collective, Copy, Recorder, find_place
 from rollcast_dryrun.schemas import is_view, leaves_of, reads_shape_only, written_arguments
 from rollcast_dryrun.storages import DeviceProcess, Storages
 from rollcast_dryrun.streams import DeviceStreams
-from rollcast_dryrun.values import attach, compute, copy_value, forget, get_value, has_values, set_value
+from rollcast_dryrun.values import (
+    attach,
+    choose_evenly,
+    compute,
+    compute_shape,
+    copy_value,
+    forget,
+    get_value,
+    has_values,
+    set_value,
+)
 
 __all__ = ["LARGE_ON_HOST", "DryRunMode", "active_mode"]
 
@@ -207,7 +217,7 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known, values = compute(func, args, kwargs) if is_small else (False, None)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             known, values = compute(func, args, kwargs)
-            if not known:
+            if not known and (values := compute_shape(func, args, kwargs)) is None:
                 raise CapabilityError(
                     f"the dry run does not know the values on which {func} depends, at {find_place()}"
                 ) from error
@@ -226,6 +236,8 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and id(leaf) in written:
                     forget(leaf)
+            if func is aten.topk.default:
+                choose_evenly(args[0], result[1])
         return result
 
     def _note_use(

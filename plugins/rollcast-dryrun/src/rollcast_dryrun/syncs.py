@@ -50,29 +50,27 @@ def record_sync(cell: Mapping[str, Any]) -> dict[str, Any]:
     """
     sync_cell = SyncCell(**{**cell, "engine": EngineCell(**cell["engine"])})
     engine_cell = sync_cell.engine
-    with fake_cuda(engine_cell.world, engine_cell.rank, engine_cell.device, engine_cell.node_ranks) as recorder:
-        with own_groups():
-            engine = build_engine(engine_cell)
-            engine.initialize()
-            folder = Path(engine.setup.model.path)
-            replica = DryReplica(folder, shards=sync_cell.shards, node="127.0.0.1")
-            settings = SyncSettings(
-                bucket_bytes=sync_cell.bucket_bytes, cast=WeightCast.of_model("bfloat16", str(folder))
-            )
-            sync = weight_syncs.get(sync_cell.sync)(engine, [replica], settings)
+    place = (engine_cell.world, engine_cell.rank, engine_cell.device, engine_cell.node_ranks)
+    with fake_cuda(*place) as recorder, own_groups():
+        engine = build_engine(engine_cell)
+        engine.initialize()
+        folder = Path(engine.setup.model.path)
+        replica = DryReplica(folder, shards=sync_cell.shards, node="127.0.0.1")
+        settings = SyncSettings(bucket_bytes=sync_cell.bucket_bytes, cast=WeightCast.of_model("bfloat16", str(folder)))
+        sync = weight_syncs.get(sync_cell.sync)(engine, [replica], settings)
 
-            def held() -> list[int]:
-                torch.cuda.empty_cache()
-                return [recorder.allocator.reserved, replica.recorder.allocator.allocated]
+        def held() -> list[int]:
+            torch.cuda.empty_cache()
+            return [recorder.allocator.reserved, replica.recorder.allocator.allocated]
 
-            steps = {"asleep": held()}
-            replica.wake()
-            steps["awake"] = held()
-            for version in (1, 2):
-                with recorder.phase("sync"), replica.recorder.phase("sync"):
-                    deliveries = asyncio.run(sync.sync(version))
-            steps["synced"] = held()
-            sync.close()
+        steps = {"asleep": held()}
+        replica.wake()
+        steps["awake"] = held()
+        for version in (1, 2):
+            with recorder.phase("sync"), replica.recorder.phase("sync"):
+                deliveries = asyncio.run(sync.sync(version))
+        steps["synced"] = held()
+        sync.close()
     faults = [*recorder.faults.values(), *replica.recorder.faults.values()]
     return {
         "faults": [f"{fault.text} ({fault.kind}, {fault.place})" for fault in faults],

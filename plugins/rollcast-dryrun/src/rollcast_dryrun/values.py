@@ -9,9 +9,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from rollcast_dryrun.schemas import is_view, leaves_of
+from rollcast_dryrun.schemas import is_view, leaves_of, reads_shape_only
 
-__all__ = ["Value", "attach", "compute", "copy_value", "forget", "get_value", "has_values", "set_value"]
+__all__ = [
+    "Value",
+    "attach",
+    "choose_evenly",
+    "compute",
+    "copy_value",
+    "forget",
+    "get_value",
+    "has_values",
+    "set_value",
+]
 
 #: Largest numbers of elements of tensors whose values are computed: indices and masks, and other numbers.
 _INTEGERS, _NUMBERS = 1 << 16, 1 << 10
@@ -75,14 +85,33 @@ def forget(fake: torch.Tensor) -> None:
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Return True and an operation's result on the values, if those of all its tensors are known."""
+    """Return True and an operation's result on the values, if those that it depends on are known."""
     leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(not has_values(leaf) or (isinstance(leaf, FakeTensor) and get_value(leaf) is None) for leaf in leaves):
+    if not reads_shape_only(func) and not all(map(_is_known, leaves)):
         return False, None
+    return _run(func, args, kwargs)
+
+
+def compute_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return a result of the shape that an operation's whole numbers and masks decide; None if they are not known."""
+    leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not any(map(_is_known, leaves)) or any(not (_is_known(leaf) or leaf.is_floating_point()) for leaf in leaves):
+        return None
+    known, result = _run(func, args, kwargs)
+    return result if known and isinstance(result, torch.Tensor) else None
+
+
+def _is_known(leaf: torch.Tensor) -> bool:
+    return has_values(leaf) and not (isinstance(leaf, FakeTensor) and get_value(leaf) is None)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Run an operation on values, and on zeros in place of those that are not known."""
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
-            return get_value(leaf)
+            value = get_value(leaf)
+            return torch.zeros(leaf.shape, dtype=leaf.dtype) if value is None else value
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     try:
@@ -90,6 +119,17 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[b
             return True, func(*tree_map(plain, args), **tree_map(plain, kwargs))
     except (NotImplementedError, RuntimeError):  # no kernel of the CPU, such as for flash attention
         return False, None
+
+
+def choose_evenly(scores: torch.Tensor, indices: torch.Tensor) -> None:
+    """Attach values to the indices of the largest scores, which are not known: each position is chosen as often.
+
+    Args:
+        scores: ``[..., N]``, such as those of experts.
+        indices: fake tensor ``[..., k]``.
+    """
+    if has_values(indices):
+        set_value(indices, (torch.arange(indices.numel()) % scores.shape[-1]).reshape(indices.shape))
 
 
 def attach(func: Any, args: tuple[Any, ...], fakes: Any, values: Any) -> None:

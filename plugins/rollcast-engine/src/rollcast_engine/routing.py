@@ -123,8 +123,6 @@ def routed_tokens(micro: MicroBatch, rows: Tensor, places: Tensor, sequences: fl
         places: int64 ``[n]``, number of each token among those of its row; -1 for padding.
         sequences: rows of the mini-batch with a trained token.
 
-    Raises:
-        ColumnError: recorded choices are not jagged over prompts and responses.
     """
     present = (micro.model_inputs["attention_mask"] > 0).sum(1)
     lengths = (present - 1).clamp(min=1)
@@ -134,10 +132,6 @@ def routed_tokens(micro: MicroBatch, rows: Tensor, places: Tensor, sequences: fl
         counted = torch.zeros_like(counted)
     recorded = micro.columns.get(ROUTED_EXPERTS)
     if recorded is not None:
-        if micro.tokens is None or recorded.dim() != 4 or recorded.size(1) < int(present.max()):
-            raise ColumnError(
-                f"the column {ROUTED_EXPERTS} needs a jagged batch and a choice for each prompt and response token"
-            )
         chosen = recorded[rows, places.clamp(min=0, max=recorded.size(1) - 1)]
         recorded = chosen.where((places >= 0).view(-1, 1, 1), -1)
     return RoutedTokens(rows, places, counted, lengths.float(), trained.float() / sequences, recorded)
@@ -382,17 +376,18 @@ class RoutingRecord:
         starts = torch.nn.functional.pad(source.tokens.cumsum(0), (1, 0))
         self._starts = starts.to(device)
         shape = (int(starts[-1]), tape.layers, tape.rule.top_k)
-        # int32, because NCCL has no int16.
-        self._chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
+        # int32, because NCCL has no int16. The last row takes what does not count, because choosing the others by a
+        # mask would wait for the device in each layer.
+        self._chosen = torch.full((shape[0] + 1, *shape[1:]), -1, dtype=torch.int32, device=device)
 
     def write(self, rows: Tensor, tokens: RoutedTokens, chosen: Mapping[int, Tensor]) -> None:
         """Write the choices ``[n, k]`` of the layers that this rank has, for tokens of the batch's ``rows``."""
         if not len(rows):
             return  # a dummy
-        counted = tokens.counted
-        places = (self._starts[rows.to(self._starts.device)][tokens.rows] + tokens.places)[counted]
+        starts = self._starts[rows.to(self._starts.device)][tokens.rows]
+        places = (starts + tokens.places).where(tokens.counted, len(self._chosen) - 1)
         for layer, experts in chosen.items():
-            self._chosen[places, layer] = experts[counted].int()
+            self._chosen[places, layer] = experts.int()
 
     def column(self, groups: Sequence[Any]) -> Tensor:
         """Return the column, in host memory.
@@ -402,7 +397,7 @@ class RoutingRecord:
         """
         for group in groups:
             dist.all_reduce(self._chosen, op=dist.ReduceOp.MAX, group=group)
-        return Jagged.from_lengths(self._chosen.to("cpu", torch.int16), self._lengths).column()
+        return Jagged.from_lengths(self._chosen[:-1].to("cpu", torch.int16), self._lengths).column()
 
 
 def start_record(
@@ -429,6 +424,7 @@ def check_replay(data: DataProto, tape: RouterTape | None) -> None:
 
     Raises:
         CapabilityError: they cannot; the message says why.
+        ColumnError: the rows are padded, or have tokens without a choice.
     """
     if ROUTED_EXPERTS not in data:
         return
@@ -436,11 +432,21 @@ def check_replay(data: DataProto, tape: RouterTape | None) -> None:
         raise CapabilityError(
             f"the batch has the column {ROUTED_EXPERTS}, but the model has no routers whose choices can be replayed"
         )
-    shape = tuple(data[ROUTED_EXPERTS].shape[2:])
+    columns = [data[name] for name in (ROUTED_EXPERTS, "prompts", "responses")]
+    if not all(column.is_nested for column in columns):
+        raise ColumnError(f"the column {ROUTED_EXPERTS} needs a jagged batch")
+    shape = tuple(columns[0].shape[2:])
     if shape != (tape.layers, tape.rule.top_k):
         raise CapabilityError(
             f"the column {ROUTED_EXPERTS} is for {shape} layers and experts of a token, but the model has "
             f"{(tape.layers, tape.rule.top_k)}"
+        )
+    choices, prompts, responses = (Jagged.of(column).lengths for column in columns)
+    if (choices < prompts + responses).any():
+        row = int((choices < prompts + responses).nonzero()[0])
+        raise ColumnError(
+            f"the column {ROUTED_EXPERTS} has {int(choices[row])} choices for row {row}, which has "
+            f"{int(prompts[row] + responses[row])} prompt and response tokens"
         )
 
 

@@ -89,8 +89,9 @@ class LanguageHead:
         logits = self._logits(chosen, weight)
         with torch.no_grad():
             their_weight, theirs = self.reference
-            their_logits = self._logits(theirs.to(their_weight.device), their_weight)
-        return kl_penalties.get(name, "actor.kl_loss_type")(logits, their_logits)
+            their_logits = self._logits(theirs.to(their_weight.device, non_blocking=True), their_weight)
+        penalty = kl_penalties.get(name, "actor.kl_loss_type")
+        return penalty(logits.unsqueeze(0), their_logits.unsqueeze(0)).squeeze(0)
 
     def _logits(self, chosen: Tensor, weight: Tensor) -> Tensor:
         """Return logits over the whole vocabulary, float32 ``[n, V]``, on every tensor-parallel rank."""

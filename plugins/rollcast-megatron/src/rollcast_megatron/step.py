@@ -130,7 +130,7 @@ def run_pass(runners: list[nn.Module], work: Pass, names: list[str], forward_onl
         for name, target in outputs.items():
             if not micro.is_dummy:
                 micro.scatter(quantities[name], target)
-        nothing = torch.zeros((), dtype=torch.int)
+        nothing = torch.zeros((), dtype=torch.int, device=device)
         if work.loss_function is None:
             return nothing, nothing, None
         return loss_share(quantities, micro, work.denominators, work.loss_function, work.sums), nothing, None
@@ -162,8 +162,10 @@ def _reference_states(work: Pass) -> dict[int, Tensor]:
         return states
 
     def finish(index: int, _: MicroBatch, quantities: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-        states[index] = quantities["hidden"].cpu()
-        nothing = torch.zeros((), dtype=torch.int)
+        hidden = quantities["hidden"]
+        # On the computation's own stream, on which they come back, so that the host waits for neither copy.
+        states[index] = work.copies.host_buffer(hidden.shape, hidden.dtype).copy_(hidden, non_blocking=True)
+        nothing = torch.zeros((), dtype=torch.int, device=work.copies.device)
         return nothing, nothing, None
 
     with torch.no_grad(), work.reference_mode:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.engine import BaseEngine, ForwardSettings, OptimConfig
-from rollcast.errors import CapabilityError
+from rollcast.errors import CapabilityError, ColumnError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
 from rollcast_testing.checks import require
@@ -98,8 +98,13 @@ class RoutingLaws:
         output = infer(build(), jagged, _RECORDING)
         recorded = Jagged.of(output["routed_experts"])
         wide = jagged.with_columns({"routed_experts": recorded.like(recorded.values.repeat(1, 2, 1))})
+        engine = build()
         with pytest.raises(CapabilityError, match="routed_experts"):
-            infer(build(), wide, ForwardSettings())
+            infer(engine, wide, ForwardSettings())
+        fewer = Jagged.from_lengths(recorded.values[1:], recorded.lengths - torch.eye(len(recorded.lengths))[0].long())
+        for incomplete, reason in ((fewer.column(), "choices for row 0"), (torch.zeros(len(jagged), 99), "jagged")):
+            with pytest.raises(ColumnError, match=f"routed_experts.*{reason}"):
+                infer(engine, jagged.with_columns({"routed_experts": incomplete}), ForwardSettings())
 
     def test_the_balance_loss_is_that_of_plain_torch(
         self, build: Build, folder: Path, batch: DataProto, experts: int

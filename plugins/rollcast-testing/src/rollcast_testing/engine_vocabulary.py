@@ -25,6 +25,7 @@ _NAME = "rollcast_testing_kl"
 
 @kl_penalty(needs_vocabulary=True)
 def _exact_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    _require(log_probs.ndim == 3, f"a penalty over the vocabulary gets [B, T, V], not {list(log_probs.shape)}")
     policy, ref = log_probs.log_softmax(-1), ref_log_probs.log_softmax(-1)
     return (policy.exp() * (policy - ref)).sum(-1)
 
@@ -117,7 +118,7 @@ def _plain_kl(policy: Any, reference: Any, batch: DataProto, temperature: float)
         tokens = batch["input_ids"][row][present].unsqueeze(0)
         length = int(present[-mask.size(1) :].sum())
         logits = [model(input_ids=tokens).logits[0, -length - 1 : -1].float() for model in (policy, reference)]
-        kl = _exact_kl(logits[0] / temperature, logits[1].detach() / temperature)
+        kl = _exact_kl(logits[0][None] / temperature, logits[1][None].detach() / temperature)[0]
         rows.append(torch.nn.functional.pad(kl, (0, mask.size(1) - length)) * mask[row])
     return torch.stack(rows)
 
