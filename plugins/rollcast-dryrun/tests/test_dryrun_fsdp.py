@@ -37,10 +37,11 @@ def test_a_step(mock_process: MockProcess, cell: Any) -> None:
     most = 1 if cell.keys.get("param_offload") else 0
     assert all(sum(phase["host_waits"].values()) <= most for phase in passes)
     # Counts are agreed on before a pass, and metrics read after it: nothing for each micro-batch.
-    assert all(sum(phase["host_reads"].values()) <= 6 for phase in passes)
-    # Only counts are sent in passing, not what grows with the batch.
+    if not cell.model.endswith("_vl"):  # transformers reads the sizes of images from the device
+        assert all(sum(phase["host_reads"].values()) <= 6 for phase in passes)
+    # Only counts are sent in passing, not what grows with the batch; outputs come after the last micro-batch.
     waited = [copy for phase in passes for copy in phase["copies"] if copy["blocking"] and copy["bytes"] > 1024]
-    assert waited == []
+    assert [copy for copy in waited if not copy["place"].endswith(" in column")] == []
 
 
 def test_layers_are_gathered_twice_and_reduced_once(mock_process: MockProcess) -> None:

@@ -13,9 +13,12 @@ pytest.importorskip("transformers")
 
 from rollcast_dryrun.process import MockProcess
 
-#: What waits in megatron-core for each micro-batch: stages of a pipeline tell each other its shapes, and the rotary
-#: embedding of packed rows that ranks share reads their lengths.
-_WAITING = (" in _communicate_shapes", " in _apply_rotary_pos_emb_thd")
+#: What waits in megatron-core for each micro-batch: stages of a pipeline tell each other its shapes, the rotary
+#: embedding of packed rows that ranks share reads their lengths, and experts need the numbers of their tokens.
+_WAITING = (
+    *(" in _communicate_shapes", " in _apply_rotary_pos_emb_thd"),
+    *(" in permute", " in _maybe_dtoh_and_synchronize"),
+)
 
 
 def ours(place: str) -> bool:

@@ -16,19 +16,15 @@ _BOTH = (False, True)
 LEFT_OUT = {
     "fsdp use_torch_compile": "compiling needs Triton; what is compiled is the code of the other cells",
     "fsdp attn_implementation=flash_attention_2, flash_attention_3": "the libraries have no build for a CPU",
-    "fsdp model.random_init": "rank 0 draws the weights on the CPU before anything is on a device",
-    "megatron expert_model_parallel_size": "the numbers of tokens per expert are values that a dry run does not have",
-    "megatron virtual_pipeline_model_parallel_size": "a stage's first message depends on messages of the others",
+    "megatron virtual_pipeline_model_parallel_size, rows of different lengths": "a stage's messages depend on the others'",
     "megatron with Transformer Engine": "the library has no build for a CPU",
-    "images": "the cells have no model with images yet",
-    "vocabulary_kl, record_routing": "the cells have no reference and no record of experts yet",
     "checkpoints": "they are written from host memory, whose content a dry run does not have",
 }
 
 
 def fsdp_cells() -> list[EngineCell]:
     """Return the cells of the FSDP engine."""
-    return [*_passes(), *_ranks(), *_moves(), *_models(), *_outputs(), *_liger()]
+    return [*_passes(), *_ranks(), *_moves(), *_models(), *_outputs(), *_images(), *_liger()]
 
 
 def _fsdp(keys: dict[str, Any] | None = None, **options: Any) -> EngineCell:
@@ -100,7 +96,20 @@ def _outputs() -> Iterator[EngineCell]:
     yield _fsdp(settings={"temperature": 0.7}, world=8)
     yield _fsdp(settings={"micro_batch_size_per_gpu": None, "max_token_len_per_gpu": 128}, world=8)
     yield EngineCell("fsdp", {"share_prompts": True})
+    yield from (_fsdp(model_keys={"random_init": True}, world=world) for world in (1, 8))
     yield _fsdp({"log_probs_chunk_size": 8, "use_fused_kernels": True}, world=8)
+    for fused, packs in product(_BOTH, _BOTH):
+        keys = {"use_fused_kernels": fused, "use_remove_padding": packs}
+        yield _fsdp(keys, settings={"vocabulary_kl": "full"}, world=8)
+    for packs, world in product(_BOTH, (1, 8)):
+        yield _fsdp({"use_remove_padding": packs}, model="qwen3_moe", settings={"record_routing": True}, world=world)
+
+
+def _images() -> Iterator[EngineCell]:
+    """Yield models that see images, of which rows have several, one or none."""
+    for model, world in product(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (1, 8)):
+        yield _fsdp({"use_remove_padding": False}, model=model, world=world)
+    yield _fsdp({"use_remove_padding": False, "enable_gradient_checkpointing": True}, model="qwen2_5_vl", world=8)
 
 
 def _liger() -> Iterator[EngineCell]:
@@ -111,7 +120,14 @@ def _liger() -> Iterator[EngineCell]:
 
 def megatron_cells() -> list[EngineCell]:
     """Return the cells of the Megatron engine."""
-    return [*_megatron_meshes(), *_megatron_settings(), *_megatron_models()]
+    return [
+        *_megatron_meshes(),
+        *_megatron_settings(),
+        *_megatron_models(),
+        *_megatron_outputs(),
+        *_megatron_experts(),
+        *_megatron_interleaved(),
+    ]
 
 
 #: Sizes of tensor, pipeline and context parallelism, and the ranks of the group.
@@ -180,6 +196,40 @@ def _megatron_models() -> Iterator[EngineCell]:
     meshes = (((1, 1, 1), 1), ((2, 1, 1), 4), ((1, 2, 1), 4))
     for model, kind, (sizes, world) in product(("qwen2", "qwen3", "llama"), kinds, meshes):
         yield _megatron(_mesh(*sizes), model=model, world=world, rank=world - 1, **kind)
+
+
+def _megatron_outputs() -> Iterator[EngineCell]:
+    """Yield the divergence over the vocabulary from a reference, whose stages run before the policy's."""
+    for (sizes, world), packs in product((((1, 1, 1), 1), ((2, 1, 1), 4), ((2, 2, 1), 8)), _BOTH):
+        keys = {**_mesh(*sizes), "use_remove_padding": packs}
+        yield _megatron(keys, settings={"vocabulary_kl": "full"}, world=world, rank=world - 1)
+
+
+def _megatron_experts() -> Iterator[EngineCell]:
+    """Yield mixtures of experts: split over ranks, beside all other ways to split, balanced, and with replay."""
+    meshes = (
+        *((1, (1, 1, 1), 1), (2, (1, 1, 1), 2), (4, (1, 1, 1), 8), (2, (2, 1, 1), 8)),
+        *((2, (1, 2, 1), 8), (2, (1, 1, 2), 8), (2, (2, 2, 2), 16)),
+    )
+    for (experts, sizes, world), packs in product(meshes, _BOTH):
+        keys = {**_mesh(*sizes), "expert_model_parallel_size": experts, "use_remove_padding": packs}
+        yield _megatron(keys, model="qwen3_moe", world=world, rank=world - 1)
+    further: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"router_aux_loss_coef": 0.01}, {}),
+        ({"param_offload": True, "optimizer_offload": True}, {}),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
+        ({}, {"record_routing": True}),
+    )
+    for (keys, settings), sizes in product(further, ((1, 1, 1), (2, 2, 1))):
+        spread = {**_mesh(*sizes), "expert_model_parallel_size": 2, **keys}
+        yield _megatron(spread, model="qwen3_moe", settings=settings, world=8, rank=7)
+
+
+def _megatron_interleaved() -> Iterator[EngineCell]:
+    """Yield stages of two chunks each, for rows of one length."""
+    for model, tensor, packs, rank in product(("qwen2", "qwen3_moe"), (1, 2), _BOTH, (0, 7)):
+        keys = {**_mesh(tensor, 2, 1), "virtual_pipeline_model_parallel_size": 2, "use_remove_padding": packs}
+        yield _megatron(keys, model=model, changes={"num_hidden_layers": 4}, world=8, rank=rank, is_even=True)
 
 
 def sync_cells() -> list[SyncCell]:

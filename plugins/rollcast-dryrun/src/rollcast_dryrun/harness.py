@@ -154,9 +154,24 @@ def _content(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
         else:
             swap(tensor, other)  # type: ignore[no-untyped-call]
 
+    def move(parameter: torch.nn.Parameter, other: torch.Tensor) -> None:
+        """Do ``parameter.data = other``, which takes a parameter of the host to the device."""
+        if isinstance(other, FakeTensor):
+            _become(parameter, torch.nn.Parameter(other, parameter.requires_grad))
+        else:
+            own_data.__set__(parameter, other)
+
+    yield torch.nn.Parameter, "data", property(own_data.__get__, move)
     yield torch, "tensor", make_tensor_of_values
     yield torch.utils, "swap_tensors", take_content
     yield FakeTensor, "data", property(own_data.__get__, mode.replace_content)
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange two tensors, as ``torch.utils.swap_tensors`` does if nothing has weak references to them."""
+    torch._C._swap_tensor_impl(tensor, other)
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__  # type: ignore[assignment]
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
 
 
 def _reader(mode: DryRunMode) -> Callable[..., torch.Tensor]:
