@@ -5,11 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import rollcast_vllm.conf
@@ -22,6 +25,8 @@ from rollcast_vllm import engine_args, environment, rollout
 from rollcast_vllm.rollout import VllmRollout
 from rollcast_vllm.schemas import VllmRolloutConfig
 
+#: Folder of the distributions, of which some have recipes.
+RECIPES = Path(__file__).resolve().parents[2]
 YAML = Path(rollcast_vllm.conf.__file__).parent / "rollout" / "vllm.yaml"
 
 
@@ -195,6 +200,63 @@ def test_a_cpus_cache_holds_the_longest_sequence(given: dict[str, Any], tmp_path
     assert 2 * 4 * 30 * 3 * 64 * 8192 < size() < 1.2 * 2 * 4 * 30 * 3 * 64 * 8192
     assert size(max_model_len=1024) == least
     assert size(kv_cache_memory_bytes=1 << 20) == 1 << 20
+
+
+@pytest.fixture(scope="module")
+def built_on_cuda() -> Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]:
+    """Return a function that builds vLLM's configuration as on an H100."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+
+    def build(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        script = str(Path(__file__).with_name("vllm_on_cuda.py"))
+        done = subprocess.run(
+            [sys.executable, script], check=False, capture_output=True, text=True, input=json.dumps(settings)
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return answers
+
+    return build
+
+
+def test_vllm_builds_its_configuration_for_a_device(built_on_cuda: Any) -> None:
+    """In one process, because it takes long to start."""
+    recipes = sorted(RECIPES.glob("*/src/*/conf/recipe/*.yaml"))
+    rollouts = {path.stem: yaml.safe_load(path.read_text()).get("rollout", {}) for path in recipes}
+    keys = {field.name for field in dataclasses.fields(VllmRolloutConfig)}
+    # Of a recipe for another rollout, what vLLM would be given if it were chosen.
+    of_recipes = [{key: value for key, value in rollout.items() if key in keys} for rollout in rollouts.values()]
+    plain, eager, adapters, fp8, two_nodes, *chosen = built_on_cuda(
+        [
+            {},
+            {"free_cache_engine": False, "enforce_eager": True},
+            {"enable_lora": True, "max_lora_rank": 32},
+            {"quantization": "fp8", "kv_cache_memory_bytes": 1 << 30},
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "node": [1, 2, "h", "a", 5]},
+            *of_recipes,
+        ]
+    )
+    assert plain == {
+        "worker": "vllm.v1.worker.gpu_worker.Worker",
+        "world_size": 1,
+        "nodes": 1,
+        "sleeps": True,
+        "dtype": "bfloat16",
+        "share": VllmRolloutConfig().gpu_memory_utilization,
+        "graphs": "FULL_AND_PIECEWISE",
+        "cache_bytes": None,
+        "max_lora_rank": None,
+        "extension": "rollcast_vllm.worker.WeightsExtension",
+    }
+    assert (eager["sleeps"], eager["graphs"]) == (False, "NONE")
+    assert adapters["max_lora_rank"] == 32
+    assert fp8["cache_bytes"] == 1 << 30
+    assert (two_nodes["nodes"], two_nodes["world_size"]) == (2, 8)
+    for name, given_keys, built in zip(rollouts, of_recipes, chosen, strict=True):
+        assert built["world_size"] == given_keys.get("tensor_model_parallel_size", 1), name
+        assert built["share"] == given_keys.get("gpu_memory_utilization", plain["share"]), name
+        assert built["dtype"] == given_keys.get("dtype", "bfloat16"), name
 
 
 @pytest.mark.parametrize(
