@@ -87,6 +87,7 @@ GPU_PARTS = {
         "rollcast-megatron/tests/test_megatron_overlap.py",
     ],
     "memory": ["rollcast-fsdp/tests/test_fsdp_hand_over.py", "rollcast-automap/tests/test_profiler.py"],
+    "cells": ["rollcast-dryrun/tests/test_dryrun_gpu.py"],
     "rollouts": ["rollcast-hf/tests/test_hf_on_cuda.py"],
     "syncs": ["rollcast-serving/tests/test_weight_syncs.py", "rollcast-serving/tests/test_sync_conformance.py"],
     "vllm": ["rollcast-vllm/tests/test_vllm_on_cuda.py"],

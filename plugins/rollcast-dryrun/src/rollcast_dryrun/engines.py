@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +32,7 @@ from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.models import write_sparse_model
 from rollcast_dryrun.record import Recorder
 
-__all__ = ["EngineCell", "build_engine", "dry_run_engine", "own_groups", "record_engine"]
+__all__ = ["EngineCell", "Phases", "build_engine", "dry_run_engine", "own_groups", "record_engine", "run_step"]
 
 _TINY = {
     "vocab_size": 256,
@@ -129,17 +130,30 @@ def _settings(cell: EngineCell) -> ForwardSettings:
 
 
 def _run(cell: EngineCell, received: Mapping[str, Sequence[Sequence[int]]] | None) -> Recorder:
-    """Run the step of a cell."""
+    """Run the step of a cell without a device."""
     with fake_cuda(cell.world, cell.rank, cell.device, cell.node_ranks, received) as recorder, own_groups():
-        engine = build_engine(cell)
-        _step(cell, engine, recorder)
-        with recorder.phase("sync"):
-            deque(engine.get_per_tensor_param(), maxlen=0)
-        with recorder.phase("offload"):
-            engine.to("cpu")
-        with recorder.phase("load"):
-            engine.to("accelerator")
+        run_step(cell, recorder)
     return recorder
+
+
+class Phases(Protocol):
+    """A record with phases; :class:`~rollcast_dryrun.record.Recorder` is one."""
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Record the block as a phase."""
+        ...
+
+
+def run_step(cell: EngineCell, recorder: Phases) -> None:
+    """Run the step of a cell on the device, real or not, that torch has."""
+    engine = build_engine(cell)
+    _step(cell, engine, recorder)
+    with recorder.phase("sync"):
+        deque(engine.get_per_tensor_param(), maxlen=0)
+    with recorder.phase("offload"):
+        engine.to("cpu")
+    with recorder.phase("load"):
+        engine.to("accelerator")
 
 
 def record_engine(cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +203,7 @@ def own_groups() -> Iterator[None]:
                 setattr(getattr(sys.modules[module], name), attribute, None)
 
 
-def _step(cell: EngineCell, engine: BaseEngine, recorder: Recorder) -> None:
+def _step(cell: EngineCell, engine: BaseEngine, recorder: Phases) -> None:
     settings, batch = _settings(cell), _batch(cell, engine)
     with recorder.phase("init"):
         engine.initialize()
@@ -198,7 +212,7 @@ def _step(cell: EngineCell, engine: BaseEngine, recorder: Recorder) -> None:
             reference.initialize()
             engine.set_reference(reference)
     with recorder.phase("infer"), engine.eval_mode():
-        (outputs, _) = engine.infer_batch(batch, replace(settings, vocabulary_kl=None))
+        outputs, _ = engine.infer_batch(batch, replace(settings, vocabulary_kl=None))
     if settings.record_routing:  # an update replays the choices of experts
         batch = batch.with_columns({"routed_experts": outputs["routed_experts"]})
         settings = replace(settings, record_routing=False)
@@ -208,7 +222,9 @@ def _step(cell: EngineCell, engine: BaseEngine, recorder: Recorder) -> None:
         with recorder.phase("forward_backward"):
             engine.forward_backward_batch(batch, loss, settings)
         with recorder.phase("optimizer_step"):
-            engine.optimizer_step()
+            norm, _ = engine.optimizer_step()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient's norm is {norm}")
 
 
 def _policy_loss(inputs: LossInputs) -> LossOutput:
