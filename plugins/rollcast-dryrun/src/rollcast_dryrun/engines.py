@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -268,7 +268,7 @@ def _batch_with_images(cell: EngineCell, folder: Path) -> DataProto:
     from rollcast_testing.tiny_vision import noise_image, vision_prompt
 
     images = (noise_image(1), noise_image(2, 40, 32))
-    parts = [[[5, 6], *images, [7]], [[5, 6, 7]], [images[0], [8, 9]], [[5]]]
+    parts: list[list[Sequence[int] | bytes]] = [[[5, 6], *images, [7]], [[5, 6, 7]], [images[0], [8, 9]], [[5]]]
     prompts = [vision_prompt(folder, *parts[row % len(parts)]) for row in range(cell.rows)]
 
     def jagged(rows: Sequence[Sequence[int]]) -> Jagged:
@@ -291,11 +291,11 @@ def _model_folder(model: str, changes: tuple[tuple[str, Any], ...]) -> tempfile.
     from transformers import AutoConfig
 
     if model in _VISION:
-        from rollcast_testing.tiny_vision import tiny_vision_folder
+        from rollcast_testing.tiny_vision import VisionKind, tiny_vision_folder
 
-        seeing = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")
-        tiny_vision_folder(Path(seeing.name), model)
-        return seeing
+        folder = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")
+        tiny_vision_folder(Path(folder.name), cast(VisionKind, model))
+        return folder
     architecture, needs = _ARCHITECTURES[model]
     options = {**_TINY, **needs, **dict(changes)}
     folder = tempfile.TemporaryDirectory(prefix="rollcast-dryrun-")

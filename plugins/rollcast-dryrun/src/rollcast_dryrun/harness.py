@@ -124,7 +124,8 @@ def _methods(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
 
     def address(tensor: torch.Tensor) -> int:
         """Return an address that no other storage shares, aligned as an allocator's."""
-        return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.element_size()
+        storage: int = tensor.untyped_storage()._cdata
+        return (storage << 9) + int(tensor.storage_offset()) * tensor.element_size()
 
     def resize_noted(storage: torch.UntypedStorage, size: int) -> Any:
         mode.storages.resize(storage, size)
@@ -170,7 +171,7 @@ def _content(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange two tensors, as ``torch.utils.swap_tensors`` does if nothing has weak references to them."""
     torch._C._swap_tensor_impl(tensor, other)
-    tensor.__class__, other.__class__ = other.__class__, tensor.__class__  # type: ignore[assignment]
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
 
 

@@ -84,7 +84,7 @@ class _NcclGroup:
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
         (tensor,) = tensors
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._mode.note_broadcast(tensor, self._size, writes=self._rank != options.rootRank)

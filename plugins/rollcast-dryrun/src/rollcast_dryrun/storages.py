@@ -98,7 +98,7 @@ class Storages:
 
     def send_handle(self, tensor: torch.Tensor) -> int:
         """Return a number with which one other process opens the tensor's memory."""
-        key = tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
         self._known[key].sent += 1
         return key
 
