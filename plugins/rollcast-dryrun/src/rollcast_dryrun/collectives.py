@@ -57,7 +57,8 @@ def describe(func: Any, args: tuple[Any, ...], node_ranks: int) -> tuple[Collect
     ranks = dist.get_process_group_ranks(group)
     sides = [leaves_of(value) for value in args]
     nbytes = max((sum(leaf.nbytes for leaf in side if isinstance(leaf, torch.Tensor)) for side in sides), default=0)
-    return Collective(kind, len(ranks), len({rank // node_ranks for rank in ranks}) > 1), nbytes
+    nodes = {rank // node_ranks for rank in ranks}
+    return Collective(kind, len(ranks), len(nodes) > 1, abs(ranks[-1] - ranks[0]) // max(len(ranks) - 1, 1)), nbytes
 
 
 def own_value(collective: Collective, args: tuple[Any, ...]) -> None:

@@ -60,11 +60,13 @@ class Collective:
         kind: name of the operation, such as ``all_gather``.
         ranks: number of ranks of the group.
         nodes: True if the group spans nodes.
+        stride: distance between neighbouring ranks of the group.
     """
 
     kind: str
     ranks: int
     nodes: bool
+    stride: int = 1
 
 
 @dataclass(frozen=True)

@@ -87,15 +87,23 @@ class RankReport:
 
     def traffic(self) -> list[Traffic]:
         """Return the collectives of a step, the most bytes first; the start is not part of a step."""
+        return self._traffic([name for name in self.phases if name not in _ONCE])
+
+    def traffic_of(self, name: str) -> list[Traffic]:
+        """Return the collectives of a phase in a step, the most bytes first."""
+        return self._traffic([name])
+
+    def _traffic(self, names: Sequence[str]) -> list[Traffic]:
         phases = self.record["phases"]
-        kinds = {
-            _kind_of(collective) for name in phases if name not in _ONCE for collective in phases[name]["collectives"]
-        }
-        traffic = [
-            Traffic(*kind, round(self._sum(_Counted(kind, "calls"))), round(self._sum(_Counted(kind, "bytes"))))
-            for kind in kinds
-            if kind[1] > 1
-        ]
+        runs = [phases[run] for name in names for run in (name, name + SHORTER) if run in phases]
+        groups = {_group_of(collective) for phase in runs for collective in phase["collectives"]}
+        sums: dict[tuple[str, int, str], list[float]] = {}
+        for group in groups:
+            if group[1] > 1:
+                total = sums.setdefault(group[:3], [0.0, 0.0])
+                for place, counted in enumerate(("calls", "bytes")):
+                    total[place] += sum(self.in_step(name, _Counted(group, counted)) for name in names)
+        traffic = [Traffic(*kind, round(calls), round(size)) for kind, (calls, size) in sums.items()]
         return sorted(traffic, key=lambda one: (-one.bytes, one.kind))
 
     def compute_seconds(self) -> float:
@@ -123,19 +131,21 @@ class RankReport:
         return places
 
 
-def _kind_of(collective: Mapping[str, Any]) -> tuple[str, int, str]:
-    return collective["kind"], collective["ranks"], "network" if collective["nodes"] else "node"
+def _group_of(collective: Mapping[str, Any]) -> tuple[str, int, str, int]:
+    """Return kind, ranks, link and stride; groups of one size along two axes of a mesh are counted apart."""
+    link = "network" if collective["nodes"] else "node"
+    return collective["kind"], collective["ranks"], link, collective.get("stride", 1)
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """Sums a field of a phase's collectives of one kind."""
+    """Sums a field of a phase's collectives of one group."""
 
-    kind: tuple[str, int, str]
+    group: tuple[str, int, str, int]
     field: str
 
     def __call__(self, phase: Mapping[str, Any]) -> float:
-        mine = [collective for collective in phase["collectives"] if _kind_of(collective) == self.kind]
+        mine = [collective for collective in phase["collectives"] if _group_of(collective) == self.group]
         return float(sum(collective[self.field] for collective in mine))
 
 

@@ -107,10 +107,33 @@ class _Place:
         return size / (self.network if self.nodes > 1 else self.link) / self.efficiency.link + self.efficiency.latency_s
 
 
+def _exchanges(recomputes: bool, splits: bool, trains: bool) -> int:
+    """Return the all-gathers and reduce-scatters of a layer's activations over tensor-parallel ranks.
+
+    A pass sums the outputs of attention and MLP, each in a reduce-scatter and an all-gather. The backward pass sums the
+    gradients of their inputs; if the ranks split the sequence, it also gathers these inputs again.
+    """
+    if not trains:
+        return 4
+    return 4 + (4 if recomputes else 0) + (6 if splits else 4)
+
+
+def _end_exchanges(splits: bool, trains: bool, apart: bool) -> int:
+    """Return those of embedding and head; if they are on stages ``apart``, those of the stage that has more."""
+    if not splits:  # the embedding's outputs are summed, and the gradients of the head's inputs
+        return 2 if apart or not trains else 4
+    if trains:
+        return 3 if apart else 5
+    return 1 if apart else 2
+
+
+def _embeddings(model: ModelFacts) -> int:
+    return model.hidden * model.vocab * (1 if model.tied else 2)
+
+
 def _layer_weights(model: ModelFacts) -> float:
     attention = model.hidden * model.head_size * (2 * model.heads + 2 * model.kv_heads)
-    embeddings = model.hidden * model.vocab * (1 if model.tied else 2)
-    stored = (model.parameters - embeddings) / model.layers
+    stored = (model.parameters - _embeddings(model)) / model.layers
     # In a mixture of experts, a token is multiplied only with the weights of its experts; ffn is their total width.
     return min(stored, attention + 3 * model.hidden * model.ffn)
 
@@ -233,18 +256,24 @@ class AnalyticalCosts(BaseCostModel):
             compute += (3.0 if trains else 1.0) * 2 * model.hidden * head / place.flops
             memory += (3.0 if trains else 1.0) * 8 * head / place.bandwidth
         activation = tokens * model.hidden * 2
-        exchanged = 4 * passes * place.gather(activation, mesh.tensor, 1) * layers
+        splits = role.training is not None and role.training.splits_sequence
+        exchanges = _exchanges(role.recompute, splits, trains) * layers + _end_exchanges(
+            splits, trains, mesh.pipeline > 1
+        )
+        exchanged = exchanges * place.gather(activation, mesh.tensor, 1)
         streams = role.training is not None and role.training.streams_weights
         if role.plugin in _SHARDING and (mesh.data > 1 or streams):
             gathered = place.gather(2 * _layer_weights(model) * layers, mesh.data, 1)
             wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
+            if trains:  # embedding and head are gathered once for both passes
+                wire += place.gather(2 * _embeddings(model), mesh.data, 1) * (1 + role.gradient_bytes / 2)
             if streams:
                 # Each rank copies its shards from host memory, and back their gradients.
                 number = _layer_weights(model) * layers / mesh.data / (place.host * self.efficiency.link)
                 gathered += model.dtype_bytes * number
                 wire += (2 * model.dtype_bytes + role.gradient_bytes if trains else model.dtype_bytes) * number
             # A layer's gather overlaps with the previous layer's computation; nothing hides the first gather of a pass.
-            exchanged += max(wire - compute - memory, 0.0) + gathered / layers
+            exchanged += max(wire - compute - memory, gathered / layers)
         chunks = role.training.pipeline_chunks if role.training is not None else 1
         if mesh.pipeline > 1:
             # Each chunk of a stage sends its output. The schedules wait for the shapes of what they receive, so that
