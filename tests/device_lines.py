@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ def truth(test: ast.expr) -> bool | None:
     if isinstance(test, ast.Call):
         return truth(test.func)
     name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+    if name in ("is_available", "is_initialized") and not re.search(r"cuda|accelerator", ast.unparse(test)):
+        return None  # of torch.distributed
     return True if name in ON_DEVICE else False if name in ON_CPU else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollcast.protocol import DataProto
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.mode import active_mode
 from rollcast_dryrun.record import Recorder
@@ -260,3 +261,17 @@ def shares_and_frees() -> dict[str, int]:
         torch.cuda.ipc_collect()
         held["collected"] = recorder.allocator.allocated
         return held
+
+
+def batch_on_a_device() -> dict[str, Any]:
+    """Send a batch to the device, take rows of it there, and bring it back; fake tensors are never jagged."""
+    with fake_cuda() as recorder:
+        batch = DataProto.from_dict({"scores": torch.arange(3.0), "ids": torch.arange(6).view(3, 2)}).to("cuda")
+        rows = batch[[2, 0]]
+        found = rows.to("cpu")
+        return {
+            **report(recorder),
+            "device": str(rows["ids"].device),
+            "scores": found["scores"].tolist(),
+            "ids": found["ids"].tolist(),
+        }

@@ -114,3 +114,10 @@ def test_kernels_in_triton_are_compiled_for_the_device(run: Any) -> None:
     assert kinds(run("launches", "doubled", False)) == ["race"]
     with pytest.raises(RollcastError, match="power of 2"):
         run("launches", "of_odd_blocks")
+
+
+def test_a_batch_goes_to_a_device_and_back(run: Any) -> None:
+    record = run("batch_on_a_device")
+    assert record["faults"] == []
+    assert record["device"] == "cuda:0"
+    assert (record["scores"], record["ids"]) == ([2.0, 0.0], [[4, 5], [0, 1]])
