@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -275,3 +276,22 @@ def batch_on_a_device() -> dict[str, Any]:
             "scores": found["scores"].tolist(),
             "ids": found["ids"].tolist(),
         }
+
+
+def describes_device() -> list[Any]:
+    """Describe the worker's device as the profiler does."""
+    from rollcast_automap.profiling.devices import describe_device
+
+    with fake_cuda(device="h200"):
+        worker: Any = SimpleNamespace(context=SimpleNamespace(local_rank=0))
+        info = describe_device(worker)
+        return [info.name, info.memory_bytes >> 30, info.peak_flops]
+
+
+def unfit_for_packed_rows(dtype: str, head_size: int, device: str = "h100") -> list[str]:
+    """Return why no attention kernel takes packed rows."""
+    from rollcast_fsdp.varlen import AttentionNeeds, find_kernel
+
+    with fake_cuda(device=device):
+        needs = AttentionNeeds(getattr(torch, dtype), head_size=head_size)
+        return list(find_kernel("sdpa", torch.device("cuda", 0), needs)[1])

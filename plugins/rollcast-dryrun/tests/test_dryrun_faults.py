@@ -121,3 +121,16 @@ def test_a_batch_goes_to_a_device_and_back(run: Any) -> None:
     assert record["faults"] == []
     assert record["device"] == "cuda:0"
     assert (record["scores"], record["ids"]) == ([2.0, 0.0], [[4, 5], [0, 1]])
+
+
+def test_the_profiler_describes_the_device(run: Any) -> None:
+    assert run("describes_device") == ["NVIDIA H200", 131, pytest.approx(989e12, rel=0.01)]
+
+
+def test_attention_kernels_say_what_does_not_fit(run: Any) -> None:
+    pytest.importorskip("rollcast_fsdp")
+    assert run("unfit_for_packed_rows", "float32", 64) == [
+        "attention kernels for packed rows compute in bfloat16 or float16, and the model in float32"
+    ]
+    (reason,) = run("unfit_for_packed_rows", "bfloat16", 512)
+    assert "heads of at most 256, and the model's have 512" in reason
