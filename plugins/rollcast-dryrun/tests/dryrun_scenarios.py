@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.mode import active_mode
@@ -295,3 +296,18 @@ def unfit_for_packed_rows(dtype: str, head_size: int, device: str = "h100") -> l
     with fake_cuda(device=device):
         needs = AttentionNeeds(getattr(torch, dtype), head_size=head_size)
         return list(find_kernel("sdpa", torch.device("cuda", 0), needs)[1])
+
+
+def liger_refuses() -> str:
+    """Ask for Liger's kernels in a model that it does not know."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rollcast_fsdp.kernels import apply_liger
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=16))
+    with fake_cuda():
+        try:
+            apply_liger(model, torch.device("cuda", 0))
+        except ConfigError as error:
+            return str(error)
+    return ""

@@ -134,3 +134,9 @@ def test_attention_kernels_say_what_does_not_fit(run: Any) -> None:
     ]
     (reason,) = run("unfit_for_packed_rows", "bfloat16", 512)
     assert "heads of at most 256, and the model's have 512" in reason
+
+
+def test_liger_refuses_a_model_that_it_does_not_know(run: Any) -> None:
+    pytest.importorskip("rollcast_fsdp")
+    pytest.importorskip("liger_kernel")
+    assert "Liger has no kernels for gpt2; it has them for" in run("liger_refuses")
