@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
@@ -12,11 +13,13 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CopyStream", "move", "prefetched"]
+__all__ = ["CopyStream", "HostRoom", "move", "prefetched"]
 
 T = TypeVar("T")
 #: Alignment in bytes of the tensors in a joint copy.
 _ALIGNMENT = 16
+#: Bytes of the first and of the largest allocation of a :class:`HostRoom`, powers of two.
+_SMALLEST_ROOM, _LARGEST_ROOM = 2 << 20, 1 << 30
 
 
 class CopyStream:
@@ -84,6 +87,33 @@ class CopyStream:
         """Block the host until an event of :meth:`mark` has occurred."""
         if mark is not None:
             mark.synchronize()
+
+
+class HostRoom:
+    """Host memory for state that leaves the device: tensors share allocations of up to 1 GiB.
+
+    torch rounds each pinned allocation up to a power of two, so that a buffer for each tensor takes up to twice its
+    bytes.
+
+    Args:
+        copies: stream of the copies, which allocates.
+    """
+
+    def __init__(self, copies: CopyStream) -> None:
+        self._copies = copies
+        self._flat: Tensor | None = None
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor; its allocation is freed with the last of its tensors."""
+        size = math.prod(shape) * dtype.itemsize
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if self._flat is None or start + size > len(self._flat):
+            grown = _SMALLEST_ROOM if self._flat is None else min(2 * len(self._flat), _LARGEST_ROOM)
+            needed = 1 << max(size - 1, 0).bit_length()
+            self._flat, start = self._copies.host_buffer((max(grown, needed),), torch.uint8), 0
+        self._used = start + size
+        return self._flat[start : self._used].view(dtype).view(tuple(shape))
 
 
 def move(value: T, device: torch.device) -> T:

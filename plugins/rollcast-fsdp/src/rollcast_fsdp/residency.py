@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from rollcast_engine.transfer import CopyStream, HostRoom
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast_engine.transfer import CopyStream
 
 __all__ = ["Residency"]
 
@@ -39,6 +40,7 @@ class Residency:
         self._module = module
         self._optimizer = optimizer
         self._copies = copies
+        self._room = HostRoom(copies)
         self._hosts: dict[_Key, Tensor] = {}
         self.module_on_device = True
         self.optimizer_on_device = True
@@ -79,7 +81,7 @@ class Residency:
             host = self._hosts.get(key)
             is_current = host is not None and key[1] == _WEIGHT and not module_changed
             if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                host, is_current = self._copies.host_buffer(tensor.shape, tensor.dtype), False
+                host, is_current = self._room.take(tensor.shape, tensor.dtype), False
                 self._hosts[key] = host
             if not is_current:
                 self._copies.copy(host, tensor)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.device import empty_cache
+from rollcast_engine.transfer import CopyStream, HostRoom
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast_engine.transfer import CopyStream
 
 __all__ = ["StageMemory"]
 
@@ -42,7 +42,8 @@ class StageMemory:
             return
         weights = list(self._weights())
         if not self._hosts:
-            self._hosts = [self._copies.host_buffer(weight.shape, weight.dtype) for weight in weights]
+            room = HostRoom(self._copies)
+            self._hosts = [room.take(weight.shape, weight.dtype) for weight in weights]
         self._copies.wait_for_compute()
         with self._copies.enter():
             for host, weight in zip(self._hosts, weights, strict=True):

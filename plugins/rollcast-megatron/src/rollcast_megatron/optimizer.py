@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rollcast.contracts.device import empty_cache
 from rollcast_engine.optim import learning_rate
+from rollcast_engine.transfer import CopyStream, HostRoom
 from rollcast_megatron import cpu
 from rollcast_megatron.overlap import start_reductions
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import OptimConfig
-    from rollcast_engine.transfer import CopyStream
 
 __all__ = ["StageOptimizer"]
 
@@ -195,11 +195,13 @@ class StageOptimizer:
             return
         for weight in self._master_weights():
             weight.grad = None
+        room = HostRoom(copies)
         copies.wait_for_compute()
         with copies.enter():
             for key, value in self._movable():
-                host = self._hosts.setdefault(key, copies.host_buffer(value.shape, value.dtype))
-                copies.copy(host, value)
+                if key not in self._hosts:
+                    self._hosts[key] = room.take(value.shape, value.dtype)
+                copies.copy(self._hosts[key], value)
         copies.wait(copies.mark())
         self._replace(self._hosts)
         self.is_on_device = False
