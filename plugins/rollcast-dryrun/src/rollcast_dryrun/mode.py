@@ -101,7 +101,7 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def run_as(self, process: DeviceProcess) -> Iterator[None]:
-        """Run the block as another process; in a thread of its own it is the dry run's too."""
+        """Run the block as another process, in this thread or in one that takes part in the dry run by it."""
         outer = self.process
         self._thread.process = process
         try:

@@ -122,7 +122,6 @@ def routed_tokens(micro: MicroBatch, rows: Tensor, places: Tensor, sequences: fl
         rows: int64 ``[n]``, row of each token.
         places: int64 ``[n]``, number of each token among those of its row; -1 for padding.
         sequences: rows of the mini-batch with a trained token.
-
     """
     present = (micro.model_inputs["attention_mask"] > 0).sum(1)
     lengths = (present - 1).clamp(min=1)

@@ -16,7 +16,6 @@ from rollcast_engine.transfer import CopyStream, HostRoom
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
 __all__ = ["Residency"]
 
 _Key = tuple[int, str]

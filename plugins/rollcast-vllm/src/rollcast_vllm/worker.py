@@ -7,7 +7,7 @@ import pickle
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import WeightReport
@@ -66,7 +66,7 @@ class WeightsExtension:
             self._rollcast_load = _Load(self, expected)
             return self._rollcast_load.take(buckets, version)
 
-        return _answer(load)
+        return self._answer(load)
 
     def rollcast_load_begin(self, pickled: bytes) -> bytes:
         """Begin an update with pickled :class:`ModelWeights`."""
@@ -74,7 +74,7 @@ class WeightsExtension:
         def begin() -> None:
             self._rollcast_load = _Load(self, pickle.loads(pickled))
 
-        return _answer(begin)
+        return self._answer(begin)
 
     def rollcast_load_bucket(self, pickled: bytes, version: int) -> bytes:
         """Load one bucket, which is read where it is; return a report or an error."""
@@ -83,7 +83,7 @@ class WeightsExtension:
             bucket: SharedBucket | ServedBucket = pickle.loads(pickled)
             return self._present_load().take(bucket, version)
 
-        return _answer(load)
+        return self._answer(load)
 
     def rollcast_load_finish(self, version: int) -> bytes:
         """End an update after checking that it is complete."""
@@ -92,13 +92,31 @@ class WeightsExtension:
             self._present_load().finish(version)
             self._rollcast_load = None
 
-        return _answer(finish)
+        return self._answer(finish)
 
     def rollcast_load_abandon(self) -> None:
         """Abandon a failed update; tensors that were already loaded stay."""
+        from vllm.config import set_current_vllm_config
+
         if self._rollcast_load is not None:
-            self._rollcast_load.abandon()
+            with set_current_vllm_config(self.vllm_config):
+                self._rollcast_load.abandon()
             self._rollcast_load = None
+
+    def _answer(self, call: Callable[[], object]) -> bytes:
+        """Return the pickled result or error of a call, during which layers find vLLM's configuration.
+
+        vLLM's own worker loads in this context; layers of experts choose their kernels by it.
+        """
+        from vllm.config import set_current_vllm_config
+
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return pickle.dumps(call())
+        except RollcastError as error:
+            return pickle.dumps(error)
+        except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
+            return pickle.dumps(WeightSyncError(f"vLLM failed to load weights: {type(error).__name__}: {error}"))
 
     def _present_load(self) -> _Load:
         if self._rollcast_load is None:
@@ -215,15 +233,6 @@ def _repack_experts(model: Any) -> None:
         experts = getattr(kernel, "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
             experts.process_weights_after_loading(module)
-
-
-def _answer(call: Any) -> bytes:
-    try:
-        return pickle.dumps(call())
-    except RollcastError as error:
-        return pickle.dumps(error)
-    except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
-        return pickle.dumps(WeightSyncError(f"vLLM failed to load weights: {type(error).__name__}: {error}"))
 
 
 def _die_with(owner: int) -> None:

@@ -242,7 +242,7 @@ class _Sender(Transport):
     def finish(self, receivers: Receivers) -> None:
         self._open(receivers, "gloo")
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"end": True}))
-        self._flat = self._flat[:0].clone()
+        self._flat = self._flat.new_empty(0)
         self._room.leave_device()
 
     def break_off(self) -> None:
