@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
+from rollcast_dryrun.engines import EngineCell, build_engine
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.mode import active_mode
 from rollcast_dryrun.record import Recorder
@@ -311,3 +312,12 @@ def liger_refuses() -> str:
         except ConfigError as error:
             return str(error)
     return ""
+
+
+def random_state_of_a_new_engine() -> bool:
+    """Return True if building an engine leaves the device's random numbers as they were."""
+    with fake_cuda():
+        torch.manual_seed(11)
+        before = torch.cuda.get_rng_state()
+        build_engine(EngineCell("fsdp", {"param_dtype": "bf16"})).initialize()
+        return torch.equal(torch.cuda.get_rng_state(), before)

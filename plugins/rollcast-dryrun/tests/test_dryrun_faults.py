@@ -140,3 +140,8 @@ def test_liger_refuses_a_model_that_it_does_not_know(run: Any) -> None:
     pytest.importorskip("rollcast_fsdp")
     pytest.importorskip("liger_kernel")
     assert "Liger has no kernels for gpt2; it has them for" in run("liger_refuses")
+
+
+def test_a_new_engine_leaves_the_device_s_random_numbers(run: Any) -> None:
+    pytest.importorskip("rollcast_fsdp")
+    assert run("random_state_of_a_new_engine") is True

@@ -221,6 +221,9 @@ class _Generator:
     def __init__(self) -> None:
         self._state = torch.zeros(16, dtype=torch.uint8)
 
+    def seed(self, number: int) -> None:
+        self._state = torch.tensor(list((number % 2**64).to_bytes(16, "little")), dtype=torch.uint8)
+
     def get_state(self) -> torch.Tensor:
         return self._state.clone()
 
@@ -287,8 +290,8 @@ def _cuda_functions(mode: DryRunMode, kind: DeviceKind) -> dict[str, Any]:
         "default_generators": (generator,),
         "get_rng_state": lambda _=None: generator.get_state(),
         "set_rng_state": lambda state, _=None: generator.set_state(state),
-        "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None,
+        "manual_seed": generator.seed,
+        "manual_seed_all": generator.seed,
         "is_bf16_supported": lambda *_: capability >= (8, 0),
         "is_current_stream_capturing": lambda: False,
     }

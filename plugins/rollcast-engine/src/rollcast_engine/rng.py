@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from rollcast.contracts.device import device_rng_state, set_device_rng_state
 
-__all__ = ["capture_rng", "derive_rng", "restore_rng"]
+__all__ = ["capture_rng", "derive_rng", "kept_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -48,3 +50,15 @@ def derive_rng(rank: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Restore torch's random state, that of the current accelerator too, after the block."""
+    device = device_rng_state()
+    try:
+        # torch.manual_seed seeds every accelerator as well, and only named ones are restored here.
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        set_device_rng_state(device)

@@ -20,6 +20,7 @@ from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_h
 from rollcast_engine.keys import EngineKeyError
 from rollcast_engine.lora import attach_adapter
 from rollcast_engine.process_group import agree, join_process_group
+from rollcast_engine.rng import kept_rng
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, meta_parameters, read_stacked
 
@@ -129,7 +130,7 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
     _check_weights(model)
     if is_vision_model(config):
         _refuse_vision(setup)
-    with torch.random.fork_rng(devices=[]):
+    with kept_rng():
         torch.manual_seed(setup.seed)
         plan = None if model.random_init else _plan_reading(setup, config, dtype)
         if plan is None:

@@ -10,6 +10,7 @@ import torch
 from rollcast.contracts.weights import checkpoint_tensors
 from rollcast.errors import CapabilityError
 from rollcast_engine.hf import load_hf_config
+from rollcast_engine.rng import kept_rng
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,7 +34,7 @@ def whole_module(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]], devi
     for name, tensor in tensors:
         if module is None:
             options = {"dtype": tensor.dtype, "attn_implementation": model.attn_implementation}
-            with torch.random.fork_rng(devices=[]), torch.device(device):
+            with kept_rng(), torch.device(device):
                 module = auto.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code, **options)
             parameters = checkpoint_tensors(module, dict(module.named_parameters()))
         if name not in parameters:
