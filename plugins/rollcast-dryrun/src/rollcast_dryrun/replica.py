@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,19 @@ __all__ = ["DryReplica"]
 class DryReplica:
     """A replica as the target of a weight sync; see :class:`rollcast_serving.contracts.weight_sync.RemoteRollout`.
 
-    It runs the sync's own receiving end, and loads the weights by copying them, as an engine does.
+    It runs the sync's own receiving end, and copies the weights into its own, in bfloat16, as an engine does.
 
     Args:
         folder: folder of the model.
-        dtype: dtype of the replica's weights.
         shards: ranks that share each matrix.
         node: address of its node.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16, shards: int = 1, node: str = "") -> None:
+    def __init__(self, folder: Path, shards: int = 1, node: str = "") -> None:
         self.node = node
         self._mode = active_mode()
         self._process = self._mode.add_process()
         self._folder = folder
-        self._dtype = dtype
         self._shards = shards
         self._weights: dict[str, Tensor] = {}
 
@@ -52,7 +50,7 @@ class DryReplica:
         with self._mode.run_as(self._process):
             for name, shape in files.shapes.items():
                 numel = math.prod(shape) // (self._shards if len(shape) > 1 else 1)
-                self._weights[name] = torch.empty(numel, dtype=self._dtype, device="cuda")
+                self._weights[name] = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
         """Receive and load weights."""
@@ -67,7 +65,7 @@ class DryReplica:
                 self._load(bucket)
             return WeightReport(version, tensors, nbytes, 0.0, checksums)
 
-    def _load(self, bucket: WeightBucket | Sequence[tuple[str, Tensor]]) -> None:
+    def _load(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
             if tensor.device.type == "cuda":
                 tensor_checksum(tensor)

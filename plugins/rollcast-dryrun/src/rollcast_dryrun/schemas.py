@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-__all__ = ["is_view", "leaves_of", "reads_shape_only", "written_arguments"]
+__all__ = ["fills_by_shape", "is_view", "leaves_of", "reads_shape_only", "written_arguments"]
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -47,3 +47,10 @@ def reads_shape_only(func: Any) -> bool:
     """Return True for factories that take a tensor for its shape, dtype or device."""
     name: str = func._schema.name.rpartition("::")[2]
     return name.startswith("new_") or name.endswith("_like")
+
+
+@cache
+def fills_by_shape(func: Any) -> bool:
+    """Return True for those of them whose values the shape decides, unlike uninitialized memory and random numbers."""
+    name: str = func._schema.name.rpartition("::")[2]
+    return reads_shape_only(func) and not ("empty" in name or "rand" in name)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from rollcast_dryrun.schemas import is_view, leaves_of, reads_shape_only
+from rollcast_dryrun.schemas import fills_by_shape, is_view, leaves_of
 
 __all__ = [
     "Value",
@@ -87,7 +87,7 @@ def forget(fake: torch.Tensor) -> None:
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Return True and an operation's result on the values, if those that it depends on are known."""
     leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if not reads_shape_only(func) and not all(map(_is_known, leaves)):
+    if not fills_by_shape(func) and not all(map(_is_known, leaves)):
         return False, None
     return _run(func, args, kwargs)
 

@@ -13,7 +13,7 @@ from rollcast_engine.hf import load_hf_config, parameters_by_name
 from rollcast_engine.loss import loss_share
 from rollcast_engine.optim import build_optimizer
 from rollcast_engine.reduce import MetricSums, agree_on_counts
-from rollcast_engine.rng import capture_rng, restore_rng
+from rollcast_engine.rng import capture_rng, kept_rng, restore_rng
 from rollcast_my_plugin.conf import MyPluginConfig
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ class MyPluginEngine(TorchEngine):
     def initialize(self):
         model = self.setup.model
         if model.random_init:
-            with torch.random.fork_rng(devices=[]):
+            with kept_rng():
                 torch.manual_seed(self.setup.seed)
                 module = AutoModelForCausalLM.from_config(load_hf_config(model), dtype=torch.float32)
         else:
