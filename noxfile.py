@@ -105,6 +105,8 @@ VERL_NEEDS = [
 #: The version of verl that rollcast-verl and the benchmarks are tested with.
 VERL = "verl==0.9.1"
 TRL = "trl==1.16.*"
+#: Transformer Engine's Python part, the newest that megatron-core takes, and what it imports.
+TRANSFORMER_ENGINE = ["transformer_engine==2.11.*", "einops==0.8.*"]
 #: Kernels, and their compiler, which torch's build for CUDA requires; it runs without a device.
 KERNELS = [f"{name}; sys_platform == 'linux'" for name in ("triton==3.7.*", "liger-kernel==0.8.*")]
 
@@ -340,7 +342,10 @@ def dryrun(session: nox.Session) -> None:
     name = "rollcast-dryrun"
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES["rollcast-fsdp"])
     session.install("-q", "--no-deps", *KERNELS)
-    session.env.update({"OMP_NUM_THREADS": "1", "ROLLCAST_ALL_CASES": "1"})
+    # Only in processes with the mock, since its import fails on a machine without a device.
+    engine = Path(session.create_tmp()) / "transformer-engine"
+    session.install("-q", "--no-deps", "--target", str(engine), *TRANSFORMER_ENGINE)
+    session.env.update({"OMP_NUM_THREADS": "1", "ROLLCAST_ALL_CASES": "1", "ROLLCAST_TRANSFORMER_ENGINE": str(engine)})
     kernels = DISTRIBUTIONS["rollcast-fsdp"] / "tests" / "test_fsdp_kernels.py"
     liger = f"{kernels}::test_liger_computes_the_same"  # the others run in the session tests
     run_tests(session, str(DISTRIBUTIONS[name] / "tests"), liger, spread=["-n", str(os.cpu_count() or 1)])

@@ -1,7 +1,8 @@
-"""A process with the mock for each module of tests."""
+"""Processes with the mock for each module of tests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,4 +17,21 @@ def mock_process() -> Iterator[MockProcess]:
     if find_compiler() is None:
         pytest.skip("a dry run needs a C++ compiler")
     with MockProcess([Path(__file__).parent]) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def transformer_engine_folder() -> Path:
+    """The folder in which the session dryrun installs Transformer Engine's Python part."""
+    folder = os.environ.get("ROLLCAST_TRANSFORMER_ENGINE")
+    if folder is None:
+        pytest.skip("set ROLLCAST_TRANSFORMER_ENGINE to a folder with Transformer Engine, as 'nox -s dryrun' does")
+    return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def transformer_engine_process(transformer_engine_folder: Path) -> Iterator[MockProcess]:
+    if find_compiler() is None:
+        pytest.skip("a dry run needs a C++ compiler")
+    with MockProcess([Path(__file__).parent, transformer_engine_folder]) as process:
         yield process

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast_dryrun.engines import EngineCell, build_engine
+from rollcast_dryrun.engines import EngineCell, build_engine, own_groups
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.mode import active_mode
 from rollcast_dryrun.record import Recorder
+from rollcast_dryrun.schemas import leaves_of
 from rollcast_serving.syncs.cuda_ipc import DeviceMemory, open_tensor
 
 MIB = 1 << 20
@@ -321,3 +322,25 @@ def random_state_of_a_new_engine() -> bool:
         before = torch.cuda.get_rng_state()
         build_engine(EngineCell("fsdp", {"param_dtype": "bf16"})).initialize()
         return torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def layout_of_weights(cell: dict[str, Any]) -> dict[str, Any]:
+    """Return the shapes of a Megatron engine's weights as they are exported, and as they are placed in a checkpoint."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    from rollcast_megatron.checkpoint import _sharded
+
+    described = EngineCell(**cell)
+    with fake_cuda(described.world, described.rank), own_groups():
+        engine: Any = build_engine(described)
+        engine.initialize()
+        exported = {name: list(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
+        entries = _sharded(engine.checkpoint_state(), engine.optimizer).values()
+        built = [entry.build() if isinstance(entry, ShardedTensorFactory) else entry for entry in entries]
+        placed = [
+            [part.key, list(part.local_shape), list(part.global_shape), list(part.global_offset)]
+            for part in leaves_of(built)
+            if isinstance(part, ShardedTensor)
+        ]
+        return {"exported": exported, "placed": sorted(placed), "entries": len(entries)}

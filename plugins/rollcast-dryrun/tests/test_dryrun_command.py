@@ -105,6 +105,17 @@ def test_what_a_dry_run_cannot_do_is_told_in_a_line(model: Path, monkeypatch: py
 
 
 @pytest.mark.exhaustive
+def test_layers_are_those_of_the_cluster_s_packages(
+    model: Path, compiler: None, transformer_engine_folder: Path
+) -> None:
+    result = run(model, "gsm8k_qwen2_5_0_5b_megatron", "--json", "--packages", str(transformer_engine_folder))
+    assert result.exit_code == 0, result.output
+    (pool,) = json.loads(result.stdout).values()
+    kernels = pool["ranks"][0]["phases"]["actor: update"]["kernels"]
+    assert {"rmsnorm_bwd", "fused_attn_bwd", "multi_tensor_adam"} <= set(kernels)
+
+
+@pytest.mark.exhaustive
 def test_an_adapter_s_base_is_sent_once(model: Path, compiler: None) -> None:
     changes = ("model.lora_rank=4",)
     result = run(model, "gsm8k_qwen2_5_7b_8gpu", *changes, "--json")

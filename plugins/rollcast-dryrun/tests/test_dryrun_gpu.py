@@ -32,6 +32,10 @@ def run(cell: Any) -> dict[str, dict[str, int]]:
     if cell.engine == "megatron":
         pytest.importorskip("rollcast_megatron")
         pytest.importorskip("megatron.core")
+        from rollcast_megatron.module import has_transformer_engine
+
+        if has_transformer_engine() != cell.transformer_engine:
+            pytest.skip("Megatron's layers are Transformer Engine's if it is installed")
     if cell.model_keys.get("use_liger"):
         pytest.importorskip("liger_kernel")
     return run_on_device(cell)

@@ -33,9 +33,12 @@ def table() -> list[Any]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("cell", table())
-def test_a_step(mock_process: MockProcess, cell: Any) -> None:
-    record = mock_process.call("rollcast_dryrun.engines:record_engine", asdict(cell))
+def test_a_step(request: pytest.FixtureRequest, cell: Any) -> None:
+    name = "transformer_engine_process" if cell.transformer_engine else "mock_process"
+    process: MockProcess = request.getfixturevalue(name)
+    record = process.call("rollcast_dryrun.engines:record_engine", asdict(cell))
     assert record["faults"] == []
+    assert ("multi_tensor_adam" in record["phases"]["optimizer_step"]["kernels"]) == cell.transformer_engine
     assert record["phases"]["forward_backward"]["operations"] > 50
     passes = [record["phases"][name] for name in ("infer", "forward_backward")]
     # Weights that leave the device after a pass are waited for, once.
@@ -79,3 +82,20 @@ def test_a_stage_of_a_pipeline_holds_its_part(mock_process: MockProcess) -> None
         held[stages, rank] = phases["sync"]["allocated"]
     assert held[2, 0] + held[2, 1] == pytest.approx(held[1, 0], rel=0.05)
     assert held[2, 0] == pytest.approx(held[2, 1], rel=0.05)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_transformer_engine_s_layers_have_the_same_weights(
+    mock_process: MockProcess, transformer_engine_process: MockProcess, model: str
+) -> None:
+    """So that rollouts know their names, and checkpoints of layers with and without the library are interchangeable."""
+    cell = {
+        "engine": "megatron",
+        "keys": {"dtype": "bfloat16", "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "model": model,
+        "world": 4,
+        "rank": 1,
+    }
+    own = mock_process.call("dryrun_scenarios:layout_of_weights", cell)
+    fused = transformer_engine_process.call("dryrun_scenarios:layout_of_weights", cell)
+    assert fused == own

@@ -17,7 +17,7 @@ LEFT_OUT = {
     "fsdp use_torch_compile": "compiling needs Triton; what is compiled is the code of the other cells",
     "fsdp attn_implementation=flash_attention_2, flash_attention_3": "the libraries have no build for a CPU",
     "megatron virtual_pipeline_model_parallel_size, rows of different lengths": "a stage is told shapes by all others",
-    "megatron with Transformer Engine": "the library has no build for a CPU",
+    "megatron with Transformer Engine, dtype=float32, packed rows": "it has no kernel for them, and the engine refuses",
     "checkpoints": "they are written from host memory, whose content a dry run does not have",
 }
 
@@ -123,8 +123,9 @@ def _liger() -> Iterator[EngineCell]:
 
 
 def megatron_cells() -> list[EngineCell]:
-    """Return the cells of the Megatron engine."""
+    """Return the cells of the Megatron engine: with Transformer Engine, and with megatron-core's own layers."""
     return [
+        *_megatron_alone(),
         *_megatron_meshes(),
         *_megatron_settings(),
         *_megatron_models(),
@@ -151,11 +152,20 @@ def _mesh(tensor: int, pipeline: int, context: int) -> dict[str, Any]:
     }
 
 
-def _megatron(keys: dict[str, Any], **options: Any) -> EngineCell:
+def _megatron(keys: dict[str, Any], transformer_engine: bool = True, **options: Any) -> EngineCell:
     """Return a cell with as many layers and heads as its mesh splits."""
     stages = keys.get("pipeline_model_parallel_size", 1)
     changes = {"num_key_value_heads": 4, "num_hidden_layers": max(2, stages), **options.pop("changes", {})}
-    return EngineCell("megatron", keys, changes=changes, **options)
+    return EngineCell("megatron", keys, changes=changes, transformer_engine=transformer_engine, **options)
+
+
+def _megatron_alone() -> Iterator[EngineCell]:
+    """Yield what differs in megatron-core's own layers: ways to split, to recompute and to offload."""
+    for (*sizes, world), packs in product(((1, 1, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (2, 2, 2, 8)), _BOTH):
+        yield _megatron({**_mesh(*sizes), "use_remove_padding": packs}, False, world=world)
+    for keys in ({"recompute_granularity": "selective"}, {"param_offload": True, "optimizer_offload": True}):
+        yield _megatron({**_mesh(2, 1, 1), "use_remove_padding": True, **keys}, False, world=8)
+    yield _megatron({**_mesh(2, 1, 1), "use_remove_padding": True, "dtype": "float32"}, False, world=8)
 
 
 def _megatron_meshes() -> Iterator[EngineCell]:
@@ -183,11 +193,11 @@ def _megatron_settings() -> Iterator[EngineCell]:
         {"optimizer_offload": True},
         {"param_offload": True, "optimizer_offload": True},
     )
-    others: tuple[dict[str, Any], ...] = ({"head_chunk_size": 16}, {"dtype": "float32"})
-    for keys, packs in product((*recomputes, *overlaps, *offloads, *others), _BOTH):
+    for keys, packs in product((*recomputes, *overlaps, *offloads, {"head_chunk_size": 16}), _BOTH):
         yield _megatron({**_mesh(2, 1, 1), "use_remove_padding": packs, **keys}, world=8)
         if packs:
             yield _megatron({**_mesh(1, 1, 1), "use_remove_padding": True, **keys})
+    yield _megatron({**_mesh(2, 1, 1), "use_remove_padding": False, "dtype": "float32"}, world=8)
 
 
 def _megatron_models() -> Iterator[EngineCell]:
@@ -201,25 +211,28 @@ def _megatron_models() -> Iterator[EngineCell]:
     )
     meshes = (((1, 1, 1), 1), ((2, 1, 1), 4), ((1, 2, 1), 4))
     for model, kind, (sizes, world) in product(("qwen2", "qwen3", "llama"), kinds, meshes):
-        yield _megatron(_mesh(*sizes), model=model, world=world, rank=world - 1, **kind)
+        yield _megatron(_mesh(*sizes), sizes[1] == 1, model=model, world=world, rank=world - 1, **kind)
 
 
 def _megatron_outputs() -> Iterator[EngineCell]:
     """Yield the divergence over the vocabulary from a reference, whose stages run before the policy's."""
     for (sizes, world), packs in product((((1, 1, 1), 1), ((2, 1, 1), 4), ((2, 2, 1), 8)), _BOTH):
         keys = {**_mesh(*sizes), "use_remove_padding": packs}
-        yield _megatron(keys, settings={"vocabulary_kl": "full"}, world=world, rank=world - 1)
+        yield _megatron(keys, packs, settings={"vocabulary_kl": "full"}, world=world, rank=world - 1)
 
 
 def _megatron_experts() -> Iterator[EngineCell]:
-    """Yield mixtures of experts: split over ranks, beside all other ways to split, balanced, and with replay."""
+    """Yield mixtures of experts: split over ranks and in all other ways, shared, balanced, and with replay."""
     meshes = (
         *((1, (1, 1, 1), 1), (2, (1, 1, 1), 2), (4, (1, 1, 1), 8), (2, (2, 1, 1), 8)),
         *((2, (1, 2, 1), 8), (2, (1, 1, 2), 8), (2, (2, 2, 2), 16)),
     )
     for (experts, sizes, world), packs in product(meshes, _BOTH):
         keys = {**_mesh(*sizes), "expert_model_parallel_size": experts, "use_remove_padding": packs}
-        yield _megatron(keys, model="qwen3_moe", world=world, rank=world - 1)
+        yield _megatron(keys, packs, model="qwen3_moe", world=world, rank=world - 1)
+    for model, (sizes, world), packs in product(("glm4_moe", "deepseek_v3"), (((1, 1, 1), 2), ((2, 2, 1), 8)), _BOTH):
+        keys = {**_mesh(*sizes), "expert_model_parallel_size": 2, "use_remove_padding": packs}
+        yield _megatron(keys, world == 8, model=model, world=world, rank=world - 1)
     further: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({"router_aux_loss_coef": 0.01}, {}),
         ({"param_offload": True, "optimizer_offload": True}, {}),
@@ -236,7 +249,7 @@ def _megatron_interleaved() -> Iterator[EngineCell]:
     for model, tensor, packs in product(("qwen2", "qwen3_moe"), (1, 2), _BOTH):
         rank = 7 if packs else 0
         keys = {**_mesh(tensor, 2, 1), "virtual_pipeline_model_parallel_size": 2, "use_remove_padding": packs}
-        yield _megatron(keys, model=model, changes={"num_hidden_layers": 4}, world=8, rank=rank, is_even=True)
+        yield _megatron(keys, packs, model=model, changes={"num_hidden_layers": 4}, world=8, rank=rank, is_even=True)
 
 
 def sync_cells() -> list[SyncCell]:
@@ -251,7 +264,7 @@ def _syncs() -> Iterator[SyncCell]:
         _fsdp(),
         _fsdp({"param_offload": True}, world=8),
         _fsdp(model_keys={"lora_rank": 4}, world=8),
-        _megatron(_mesh(2, 1, 1), world=8),
+        _megatron(_mesh(2, 1, 1), False, world=8),
     )
     for sync in ("cuda_ipc", "collective", "shared_memory"):
         yield SyncCell(sync, sharded, 1 << 14)

@@ -39,14 +39,18 @@ def dryrun(
         bool, typer.Option("--explain", help="Show the lines of code that hold most of the memory, by phase.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object: pool to report.")] = False,
+    packages: Annotated[
+        Path | None,
+        typer.Option("--packages", help="Folder with packages that the cluster has: pip's --target.", exists=True),
+    ] = None,
 ) -> None:
     """Execute a step of a run's models for CUDA devices on a machine without one, and show what it takes.
 
     Accepts the arguments of 'rollcast train' and the section cluster.* of 'rollcast map', of which it takes the figures
     of the device and its links; the nodes are those of placement.*. The models' own code runs on the first and the last
-    rank, on tensors without memory; the rollout does not, so its memory is that of 'rollcast plan'. Needs a C++
-    compiler, and of the model only its config.json and tokenizer. Ends with exit code 1 if the run does not fit or
-    breaks a rule of streams.
+    rank, on tensors without memory; the rollout does not, so its memory is that of 'rollcast plan'. Megatron's layers
+    are Transformer Engine's if --packages has its Python part. Needs a C++ compiler, and of the model only its
+    config.json and tokenizer. Ends with exit code 1 if the run does not fit or breaks a rule of streams.
     """
     from rollcast import compose
     from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
@@ -71,7 +75,7 @@ def dryrun(
     elif device != "cuda":
         raise ConfigError(f"placement.device is {device}, and a dry run is of CUDA devices; set placement.device=cuda")
     with show_progress("running dry"):
-        reports = dry_run_pools(settings, rest, config_dir, cluster)
+        reports = dry_run_pools(settings, rest, config_dir, cluster, packages)
     if as_json:
         typer.echo(json.dumps({report.pool: report.as_dict() for report in reports}, indent=2))
     else:
@@ -82,7 +86,11 @@ def dryrun(
 
 
 def dry_run_pools(
-    settings: RunSettings, overrides: Sequence[str], config_dir: Path | None, cluster: Cluster
+    settings: RunSettings,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    cluster: Cluster,
+    packages: Path | None = None,
 ) -> list[PoolReport]:
     """Return the report of each pool that has models.
 
@@ -90,6 +98,7 @@ def dry_run_pools(
         settings: settings of the run, for CUDA devices.
         overrides, config_dir: arguments that they come from.
         cluster: figures of the devices and links.
+        packages: folder with further packages, such as Transformer Engine.
     """
     from rollcast_dryrun.pricing import beside
     from rollcast_dryrun.process import MockProcess
@@ -98,6 +107,7 @@ def dry_run_pools(
 
     folder = None if config_dir is None else str(config_dir.resolve())
     kind = asdict(cluster.nodes[0].kind)
+    paths = [] if packages is None else [packages.resolve()]
     idle: Queue[MockProcess] = Queue()
 
     def run(pool: str, rank: int) -> RankReport:
@@ -110,7 +120,7 @@ def dry_run_pools(
     pools = [pool for name, pool in settings.pools.resource_pool_dict.items() if models_of(settings, name)]
     with ExitStack() as stack:
         for _ in range(_PROCESSES):
-            idle.put(stack.enter_context(MockProcess()))
+            idle.put(stack.enter_context(MockProcess(paths)))
         executor = stack.enter_context(ThreadPoolExecutor(_PROCESSES))
         calls = {pool.name: [executor.submit(run, pool.name, rank) for rank in _ranks(pool)] for pool in pools}
         return [

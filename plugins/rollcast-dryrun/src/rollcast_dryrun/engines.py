@@ -31,6 +31,7 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_dryrun.harness import fake_cuda
 from rollcast_dryrun.models import write_sparse_model
 from rollcast_dryrun.record import Recorder
+from rollcast_dryrun.transformer_engine import forget_devices
 
 __all__ = ["EngineCell", "Phases", "build_engine", "dry_run_engine", "own_groups", "record_engine", "run_step"]
 
@@ -45,6 +46,28 @@ _TINY = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+#: Experts in groups, of which some are shared by all tokens, after a dense layer.
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+#: Heads whose rotated part, queries and values differ in size.
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 #: Architecture of the class → what it needs beside ``_TINY``.
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +75,8 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _EXPERTS),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**_SHARED_EXPERTS, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_SHARED_EXPERTS, **_LATENT}),
 }
 #: Models that see images, which :mod:`rollcast_testing.tiny_vision` makes.
 _VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -59,6 +84,7 @@ _VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _OF_A_DEVICE = (
     ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher", "cuda_dtoh_stream"),
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
+    ("megatron.core.extensions.transformer_engine", "TEDotProductAttention", "cp_stream"),
 )
 #: First stage of a pipeline → phase → whole numbers that it sent.
 _SENT: dict[str, dict[str, list[list[int]]]] = {}
@@ -80,6 +106,7 @@ class EngineCell:
         device: kind of device.
         rows, prompt, response: rows of this rank's batch, and the largest numbers of their tokens.
         is_even: True if all rows have these lengths.
+        transformer_engine: True if Megatron's layers are Transformer Engine's, which the process then has to have.
     """
 
     engine: str
@@ -97,6 +124,7 @@ class EngineCell:
     prompt: int = 24
     response: int = 40
     is_even: bool = False
+    transformer_engine: bool = False
 
     @property
     def name(self) -> str:
@@ -104,7 +132,8 @@ class EngineCell:
         keys = {**self.keys, **self.changes, **self.model_keys, **self.settings}
         parts = [f"{key}={value}" for key, value in keys.items()]
         kind = [] if self.model_type == "language_model" else [self.model_type]
-        return " ".join([self.engine, self.model, *kind, *parts, f"rank={self.rank}/{self.world}"])
+        layers = ["transformer_engine"] if self.transformer_engine else []
+        return " ".join([self.engine, *layers, self.model, *kind, *parts, f"rank={self.rank}/{self.world}"])
 
 
 def dry_run_engine(cell: EngineCell) -> Recorder:
@@ -191,13 +220,14 @@ def build_engine(cell: EngineCell, frozen: bool = False) -> BaseEngine:
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Forget what Megatron keeps for the life of a process after the block: groups of one mesh, streams and scales."""
+    """Forget what Megatron keeps for the life of a process after the block: groups of one mesh, streams, workspaces."""
     try:
         yield
     finally:
         state: Any = sys.modules.get("megatron.core.parallel_state")
         if state is not None:
             state.destroy_model_parallel()
+        forget_devices()
         for module, name, attribute in _OF_A_DEVICE:
             if module in sys.modules:
                 setattr(getattr(sys.modules[module], name), attribute, None)

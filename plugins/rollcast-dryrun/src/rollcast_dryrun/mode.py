@@ -152,19 +152,27 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._fake:
             return torch.empty(tuple(shape), dtype=dtype)
 
-    def note_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def note_kernel(
+        self, name: str, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor] = (), flops: float = 0.0
+    ) -> None:
         """Record a kernel that is not one of torch's operations.
 
-        What it writes is not known: it is taken to read its tensors, and the values of floating-point ones are lost.
+        Args:
+            name: name of the kernel.
+            tensors: its arguments; if ``written`` is not known, the values of floating-point ones are lost.
+            written: the tensors that it writes, beside them.
+            flops: its arithmetic, in 16 bits.
         """
-        arguments = [tensor for tensor in tensors if _on_device(tensor)]
-        self.recorder.current.operations += 1
-        self.recorder.current.kernels[name] += 1
-        self.recorder.current.kernel_seconds += self._access_seconds(arguments)
-        tick = self.streams.current.tick()
+        phase, tick = self.recorder.current, self.streams.current.tick()
+        phase.operations += 1
+        phase.kernels[name] += 1
+        phase.flops += int(flops)
+        arguments = [tensor for tensor in (*tensors, *written) if _on_device(tensor)]
+        phase.kernel_seconds += max(flops / self._kind.flops["bfloat16"], self._access_seconds(arguments))
+        changed = {id(tensor) for tensor in written}
         for tensor in arguments:
-            self.storages.use(tensor, False, tick)
-            if tensor.is_floating_point():
+            self.storages.use(tensor, id(tensor) in changed, tick)
+            if id(tensor) in changed or (not written and tensor.is_floating_point()):
                 forget(tensor)
 
     def note_broadcast(self, tensor: torch.Tensor, ranks: int, writes: bool) -> None:
@@ -301,6 +309,7 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args_without_data, options = tree_map_only(torch.Tensor, lambda _: torch.empty(0), (args, kwargs))
             result = func(*args_without_data, **options)
         self._note_use(func, args, kwargs, leaves, result)
+        self.streams.send()
         collective, nbytes = describe(func, args, self._node_ranks)
         if collective is None:
             return result

@@ -16,6 +16,7 @@ from typing import Any
 
 from rollcast.errors import RollcastError
 from rollcast_dryrun.native import load_mock
+from rollcast_dryrun.transformer_engine import load_transformer_engine
 
 __all__ = ["MockProcess"]
 
@@ -93,6 +94,7 @@ def _answer(function: str, arguments: list[Any]) -> dict[str, Any]:
 def _main(paths: Iterable[str]) -> None:
     load_mock()
     sys.path[:0] = paths
+    load_transformer_engine()
     for count, line in enumerate(sys.stdin):
         if count == 1:  # modules of the first call stay: collections of engines that were freed need not visit them
             gc.collect()

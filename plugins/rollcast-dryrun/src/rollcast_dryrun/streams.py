@@ -30,6 +30,7 @@ class DeviceStreams:
 
     Attributes:
         host: operations that the host has waited for.
+        sent: operations that the process's collectives and messages come after.
 
     Args:
         note_wait: called each time that code lets the host wait for a stream, an event or the device.
@@ -39,6 +40,7 @@ class DeviceStreams:
     def __init__(self, note_wait: Callable[[], None], first: DeviceStreams | None = None) -> None:
         self.host: Clock = {} if first is None else first.host
         self.numbers: Iterator[int] = count() if first is None else first.numbers
+        self.sent: Clock = {}
         self._note_wait = note_wait
         self.streams: list[MockStream] = []
         self.default = MockStream(self)
@@ -64,6 +66,14 @@ class DeviceStreams:
     def set_current(self, stream: MockStream) -> None:
         """Queue operations on ``stream`` from now on."""
         self._current[-1] = stream
+
+    def send(self) -> None:
+        """Note that the current stream's last operation communicates."""
+        _merge(self.sent, self.current.clock)
+
+    def wait_for_sent(self) -> None:
+        """Let the current stream wait for all that communicates; single operations are not told apart."""
+        _merge(self.current.clock, self.sent)
 
     def wait_on_host(self, clock: Mapping[int, int]) -> None:
         """Block the host until the operations of ``clock`` are done."""

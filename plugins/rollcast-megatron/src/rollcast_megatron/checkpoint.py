@@ -193,7 +193,9 @@ def _check_common(file: Path) -> None:
 def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
     """Return this rank's tensors, each with its position in the whole model."""
     model = state.model.sharded_state_dict(_METADATA)
-    tensors = {f"model.{name}": entry for name, entry in model.items() if entry.data is not None}
+    # Transformer Engine's extra state is that of 8 bits, which layers without it do not have.
+    wanted = {name: entry for name, entry in model.items() if "._extra_state" not in name}
+    tensors = {f"model.{name}": entry for name, entry in wanted.items() if entry.data is not None}
     if state.adapter is not None:
         tensors = {f"model.{name}": model[name] for name in state.tensors()}
     if optimizer is None:

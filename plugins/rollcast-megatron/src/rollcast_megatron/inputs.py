@@ -216,11 +216,10 @@ def _packed(lengths: list[int], device: torch.device) -> PackedRows:
     longest = max(lengths)
     return PackedRows(
         qkv_format="thd",
+        # Padding counts as part of its row: it is at the end, where causal attention hides it from the row's tokens.
+        # With bounds of the padding beside these, Transformer Engine lets the host compare them in every layer.
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        # Padding counts as part of its row: it is at the end, where causal attention hides it from the row's tokens.
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(lengths),

@@ -207,6 +207,7 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     layer: Any = spec.submodules
     if has_experts:
         layer.mlp.submodules.router = TapeRouter
+    layer.sharded_state_dict_keys_map = _fused_names(config.multi_latent_attention, has_experts)
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
@@ -217,6 +218,18 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return spec
+
+
+def _fused_names(has_latent_attention: bool, has_experts: bool) -> dict[str, str]:
+    """Return the beginnings of norms' names → those in checkpoints, where Transformer Engine fuses them with a product.
+
+    Checkpoints are then the same with and without the library. megatron-core maps those of layers without experts.
+    """
+    fused = {f"self_attention.{which}_layernorm.": f"self_attention.linear_{which}_up_proj" for which in ("q", "kv")}
+    names = fused if has_latent_attention else {"input_layernorm.": "self_attention.linear_qkv"}
+    if not has_experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1"
+    return {norm: f"{product}.layer_norm_" for norm, product in names.items()}
 
 
 class LatentProjection(nn.Linear):
