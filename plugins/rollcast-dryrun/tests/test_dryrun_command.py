@@ -84,6 +84,7 @@ def test_a_recipe_runs_dry(
     assert nodes == ({"node"} if "7b" in recipe else {"node", "network"})
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_fit_is_told(model: Path, compiler: None) -> None:
     changes = ("cluster.device=l4", "rollout.gpu_memory_utilization=0.9", "cluster.memory_gib=8")
     result = run(model, "gsm8k_qwen2_5_7b_8gpu", *changes, "--explain")

@@ -38,6 +38,7 @@ def without_computation(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(node, kind=fast) for node in cluster.nodes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "changes", "mesh"),
     [

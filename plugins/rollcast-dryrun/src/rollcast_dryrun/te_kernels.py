@@ -70,8 +70,8 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 
 def _launch(name: str, reads: Sequence[Tensor | None], writes: Sequence[Tensor | None], flops: float = 0.0) -> None:
-    known = [[tensor for tensor in tensors if tensor is not None] for tensors in (reads, writes)]
-    active_mode().note_kernel(name, *known, flops=flops)
+    read, written = ([tensor for tensor in tensors if tensor is not None] for tensors in (reads, writes))
+    active_mode().note_kernel(name, read, written, flops)
 
 
 # -- properties of the libraries and of the device -------------------------------------------------

@@ -55,7 +55,7 @@ def load_transformer_engine() -> bool:
         with mock.patch.object(common, "load_framework_extension", lambda _: None):
             import_module("transformer_engine.pytorch")  # the package itself would hide that it fails
             spec.loader.exec_module(package)
-    attention = import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    attention: Any = import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     attention.AttentionParams = _plain_tensors(attention.AttentionParams)
     return True
 
