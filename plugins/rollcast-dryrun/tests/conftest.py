@@ -1,4 +1,4 @@
-"""Processes with the mock for each module of tests."""
+"""Processes with the mock, which all tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollcast_dryrun.native import find_compiler
 from rollcast_dryrun.process import MockProcess
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mock_process() -> Iterator[MockProcess]:
     if find_compiler() is None:
         pytest.skip("a dry run needs a C++ compiler")
@@ -20,7 +20,7 @@ def mock_process() -> Iterator[MockProcess]:
         yield process
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def transformer_engine_folder() -> Path:
     """The folder in which the session dryrun installs Transformer Engine's Python part."""
     folder = os.environ.get("ROLLCAST_TRANSFORMER_ENGINE")
@@ -29,7 +29,7 @@ def transformer_engine_folder() -> Path:
     return Path(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def transformer_engine_process(transformer_engine_folder: Path) -> Iterator[MockProcess]:
     if find_compiler() is None:
         pytest.skip("a dry run needs a C++ compiler")

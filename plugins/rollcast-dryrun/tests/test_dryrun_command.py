@@ -87,7 +87,7 @@ def test_a_recipe_runs_dry(
 @pytest.mark.exhaustive
 def test_a_run_that_does_not_fit_is_told(model: Path, compiler: None) -> None:
     changes = ("cluster.device=l4", "rollout.gpu_memory_utilization=0.9", "cluster.memory_gib=8")
-    result = run(model, "gsm8k_qwen2_5_7b_8gpu", *changes, "--explain")
+    result = run(model, "gsm8k_qwen2_5_0_5b", *changes, "--explain")
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
     assert "on l4" in result.stdout

@@ -119,7 +119,7 @@ def dry_run_pools(
 
     pools = [pool for name, pool in settings.pools.resource_pool_dict.items() if models_of(settings, name)]
     with ExitStack() as stack:
-        for _ in range(_PROCESSES):
+        for _ in range(min(_PROCESSES, sum(len(_ranks(pool)) for pool in pools))):
             idle.put(stack.enter_context(MockProcess(paths)))
         executor = stack.enter_context(ThreadPoolExecutor(_PROCESSES))
         calls = {pool.name: [executor.submit(run, pool.name, rank) for rank in _ranks(pool)] for pool in pools}

@@ -26,6 +26,7 @@ from rollcast_automap.contract import DeviceKind
 from rollcast_dryrun.collectives import describe, own_value
 from rollcast_dryrun.record import Collective, Copy, Recorder, find_place
 from rollcast_dryrun.schemas import is_view, leaves_of, reads_shape_only, written_arguments
+from rollcast_dryrun.shapes import run_on_fakes
 from rollcast_dryrun.storages import DeviceProcess, Storages
 from rollcast_dryrun.streams import DeviceStreams
 from rollcast_dryrun.values import (
@@ -113,15 +114,14 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with self._lock:
-            return self._dispatch(func, types, args, kwargs)
-
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if any(_dispatches(kind) for kind in types):
+        if _dispatches_itself(tuple(types)):
             return NotImplemented  # of a sharded tensor, the operations on its parts come here
-        kwargs = dict(kwargs or {})
         if func.namespace == "prim":
-            return func(*args, **kwargs)  # a question for a tensor's device or layout
+            return func(*args, **(kwargs or {}))  # a question for a tensor's device or layout
+        with self._lock:
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = leaves_of((args, kwargs))
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         if any(fake.fake_mode is not self._fake for fake in fakes):
@@ -217,8 +217,7 @@ class DryRunMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self._fake:
                 return func(*args, **kwargs)
         try:
-            with self._fake:
-                result = func(*args, **kwargs)
+            result = run_on_fakes(self._fake, func, args, kwargs)
             # Not of large results, for which the values would take their memory.
             outputs = leaves_of(result)
             is_small = all(has_values(leaf) for leaf in outputs if isinstance(leaf, torch.Tensor))
@@ -455,9 +454,10 @@ def _new_process(first: DeviceProcess | None = None) -> DeviceProcess:
 
 
 @cache
-def _dispatches(kind: type) -> bool:
-    """Return True for a class of tensors that carries out operations itself, such as DTensor."""
-    return kind is not FakeTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+def _dispatches_itself(kinds: tuple[type, ...]) -> bool:
+    """Return True if a class of tensors carries out operations itself, such as DTensor."""
+    plain: Any = torch.Tensor.__torch_dispatch__
+    return any(kind is not FakeTensor and kind.__torch_dispatch__ is not plain for kind in kinds)  # type: ignore[attr-defined]
 
 
 def _value_of(tensor: torch.Tensor) -> torch.Tensor | None:

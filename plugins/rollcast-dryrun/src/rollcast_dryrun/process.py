@@ -95,10 +95,12 @@ def _main(paths: Iterable[str]) -> None:
     load_mock()
     sys.path[:0] = paths
     load_transformer_engine()
-    for count, line in enumerate(sys.stdin):
-        if count == 1:  # modules of the first call stay: collections of engines that were freed need not visit them
+    frozen = len(sys.modules)
+    for line in sys.stdin:
+        if len(sys.modules) > frozen:  # new modules stay: collections of engines that were freed need not visit them
             gc.collect()
             gc.freeze()
+            frozen = len(sys.modules)
         sys.stdout.write(f"{_MARK}{json.dumps(_answer(*json.loads(line)))}\n")
         sys.stdout.flush()
 

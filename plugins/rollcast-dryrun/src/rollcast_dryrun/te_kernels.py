@@ -337,7 +337,7 @@ def fused_attn_bwd(  # the library's signature
     grad: Tensor,
     fake_dtype: torch.dtype,  # noqa: ARG001
     dqkv_dtype: DType,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     *more: Any,
 ) -> list[Tensor | None]:
     """Return the gradients of queries, keys and values, and None for a bias and for the softmax's offset."""
@@ -351,7 +351,7 @@ def fused_attn_bwd(  # the library's signature
             gradient.zero_()
     lengths = [cu_seqlens_q, cu_seqlens_kv, *_tensors(more)]
     flops = 2.5 * _attention_flops(query, value, max_seqlen_kv, attn_mask_type)  # five products for two
-    _launch("fused_attn_bwd", [query, key, value, mixed, grad, *kept, *lengths], gradients, flops)
+    _launch("fused_attn_bwd", [query, key, value, mixed, grad, *saved, *lengths], gradients, flops)
     return [*gradients, None, None]
 
 

@@ -16,11 +16,11 @@ from unittest import mock
 __all__ = ["forget_devices", "load_transformer_engine"]
 
 _COMPILED = "transformer_engine_torch"
-#: What the library imports to export models, which no dry run does.
+#: Libraries that it imports to export models, which no dry run does.
 _EXPORT = ("onnx", "onnxscript")
 #: The library loads its compiled parts unless it is being built, and compiles small functions with Triton.
 _ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
-#: Where the library keeps tensors of a device for the life of a process: module, dict or cached function.
+#: Tensors of a device that the library keeps for the life of a process: module, dict or cached function.
 _KEPT = (
     *(("cpp_extensions.gemm", "get_cublas_workspace"), ("utils", "_empty_tensor"), ("module.base", "_dummy_wgrads")),
     ("attention.dot_product_attention.utils", "_cu_seqlens_cache"),
@@ -65,11 +65,11 @@ def forget_devices() -> None:
     if "transformer_engine.pytorch" not in sys.modules:
         return
     for module, name in _KEPT:
-        kept = getattr(import_module(f"transformer_engine.pytorch.{module}"), name)
-        if isinstance(kept, dict):
-            kept.clear()
+        tensors = getattr(import_module(f"transformer_engine.pytorch.{module}"), name)
+        if isinstance(tensors, dict):
+            tensors.clear()
         else:
-            kept.cache_clear()
+            tensors.cache_clear()
 
 
 @contextmanager
