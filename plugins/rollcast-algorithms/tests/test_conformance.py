@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollcast.contracts.algorithm import (
+    AdvantageEstimator,
     AdvantageInputs,
     Denominators,
     PolicyLossInputs,
@@ -152,6 +153,22 @@ class TestRloo(AdvantageSuite):
     name = "rloo"
     # Each against the mean of the other two: 6 - 1.5, 3 - 3, 0 - 4.5; alone, its score.
     examples = ((scored([6.0, 3.0, 0.0, 2.0], [0, 0, 0, 1]), rows(4.5, 0.0, -4.5, 2.0)),)
+
+
+class TestMaxRl(AdvantageSuite):
+    name = "maxrl"
+    constant_rewards = (0.0, 0.1, 10.1)
+    # Means 0.25 and 0; alone, 0.
+    examples = (
+        (
+            scored([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 0, 0, 1, 1, 2]),
+            rows(*[value / 0.250001 for value in (0.75, -0.25, -0.25, -0.25)], 0.0, 0.0, 0.0),
+        ),
+    )
+
+    def inputs(self, estimator: AdvantageEstimator, seed: int = 0) -> AdvantageInputs:
+        inputs = super().inputs(estimator, seed)
+        return replace(inputs, token_level_rewards=inputs.token_level_rewards.abs())
 
 
 class TestOpo(AdvantageSuite):

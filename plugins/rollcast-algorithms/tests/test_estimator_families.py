@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, Needs, needs_of
-from rollcast.errors import ColumnError
+from rollcast.errors import ColumnError, ConfigError
 from rollcast_algorithms.advantages import (
     gdpo,
     gpg,
     grpo,
     grpo_passk,
+    maxrl,
     opo,
     optimal_token_baseline,
     reinforce_plus_plus,
@@ -100,6 +102,16 @@ def opo_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
         weight = sum(lengths[other] for other in group)
         mean = sum(lengths[other] * all_scores[other] for other in group) / weight if weight else 0.0
         found.append(score if len(group) == 1 else score - mean)
+    return spread(inputs, found)
+
+
+def maxrl_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    """As in the authors' code, apart from groups of one row, which have no mean there."""
+    found, all_scores = [], scores(inputs)
+    for row, score in enumerate(all_scores):
+        group = mates(inputs, row)
+        mean = sum(all_scores[other] for other in group) / len(group)
+        found.append(0.0 if len(group) == 1 else (score - mean) / (mean + 1e-6))
     return spread(inputs, found)
 
 
@@ -235,6 +247,37 @@ def test_a_wide_batch_makes_no_advantage_out_of_rounding() -> None:
         rewards[row, list(places)] = torch.tensor([0.1, 0.7, 10.3])
     inputs = AdvantageInputs(rewards, torch.ones(3, 1000), torch.zeros(3).long())
     assert grpo(inputs).advantages.abs().max() < 1e-6
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=40)
+def test_maxrl_agrees_with_loops(seed: int) -> None:
+    inputs = batch(seed)
+    inputs = replace(inputs, token_level_rewards=inputs.token_level_rewards.abs())
+    torch.testing.assert_close(maxrl(inputs).advantages, maxrl_in_loops(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_maxrl_s_gradient_is_that_of_the_log_likelihood() -> None:
+    """In expectation over n samples of two answers, without all but the first n - 1 terms of its series."""
+    logit, samples = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True), 4
+    rate = logit.sigmoid()
+    total = torch.zeros((), dtype=torch.float64)
+    for outcome in itertools.product((0.0, 1.0), repeat=samples):
+        reward = torch.tensor(outcome, dtype=torch.float64)
+        inputs = AdvantageInputs(reward.unsqueeze(1), torch.ones(samples, 1), torch.zeros(samples).long())
+        log_probs = torch.where(reward == 1, rate.log(), (1 - rate).log())
+        probability = log_probs.sum().exp().detach()
+        total = total + probability * (maxrl(inputs).advantages[:, 0] * log_probs).mean()
+    (found,) = torch.autograd.grad(total, logit, retain_graph=True)
+    series = -sum((1 - rate) ** k / k for k in range(1, samples))
+    (expected,) = torch.autograd.grad(series, logit)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_maxrl_needs_scores_that_are_not_negative() -> None:
+    inputs = AdvantageInputs(torch.tensor([[-1.0], [0.5]]), torch.ones(2, 1), torch.zeros(2).long())
+    with pytest.raises(ConfigError, match=r"maxrl divides by the mean score .* one is -0\.25"):
+        maxrl(inputs)
 
 
 def test_a_batch_of_some_megabytes_is_treated_like_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollcast_algorithms.advantages import gigpo as gigpo
     from rollcast_algorithms.advantages import grpo as grpo
     from rollcast_algorithms.advantages import grpo_passk as grpo_passk
+    from rollcast_algorithms.advantages import maxrl as maxrl
     from rollcast_algorithms.advantages import opo as opo
     from rollcast_algorithms.advantages import optimal_token_baseline as optimal_token_baseline
     from rollcast_algorithms.advantages import reinforce_plus_plus as reinforce_plus_plus
@@ -78,6 +79,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "gigpo",
             "grpo",
             "grpo_passk",
+            "maxrl",
             "opo",
             "optimal_token_baseline",
             "reinforce_plus_plus",

@@ -55,6 +55,8 @@ class AdvantageSuite:
     #: For a column of your own that the estimator declares: a function from a generator to a tensor for six rows,
     #: ``[6]`` or ``[6, 7]``. Without one, the column is drawn from a normal distribution, ``[6, 7]``.
     columns: ClassVar[Mapping[str, Callable[[torch.Generator], Tensor]]] = {}
+    #: Rewards of all tokens with which the advantages must be finite; leave out what the estimator refuses.
+    constant_rewards: ClassVar[Sequence[float]] = (0.0, 0.1, 10.1, -3.0)
     rtol: ClassVar[float] = 1e-4
     atol: ClassVar[float] = 1e-5
 
@@ -219,7 +221,7 @@ class AdvantageSuite:
 
     def test_is_finite_for_constant_rewards(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
-        for reward in (0.0, 0.1, 10.1, -3.0):
+        for reward in self.constant_rewards:
             constant = torch.full_like(inputs.token_level_rewards, reward) * inputs.response_mask
             _require_finite(
                 estimator(replace(inputs, token_level_rewards=constant)), f"for the reward {reward} everywhere"

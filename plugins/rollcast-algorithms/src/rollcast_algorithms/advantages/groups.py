@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import REWARD_COMPONENT, AdvantageInputs, AdvantageOutputs, advantage
+from rollcast.errors import ConfigError
 from rollcast_algorithms._rows import Rows, whiten_rows
 
 __all__ = [
@@ -25,13 +26,14 @@ __all__ = [
     "group_normalised",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
     "reinforce_plus_plus_baseline",
     "rloo",
 ]
 
 GRPO_EPSILON = 1e-6
-"""Added to the group's standard deviation; verl's value."""
+"""Added to the group's standard deviation or mean; verl's value."""
 
 
 _GDPO = {"gdpo_reward_keys": None, "gdpo_reward_weights": None}
@@ -56,11 +58,11 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     Reasoning, arXiv:2508.08221 (std of the batch).
 
     Raises:
-        ValueError: ``scale_rewards`` is neither.
+        ConfigError: ``scale_rewards`` is neither.
     """
     scale = {"scale_rewards": "group", **inputs.options}["scale_rewards"]
     if scale not in ("group", "batch"):
-        raise ValueError(
+        raise ConfigError(
             f"algorithm.adv_kwargs.scale_rewards is {scale!r}; valid: group, batch. For no division, set "
             "algorithm.norm_adv_by_std_in_grpo=false"
         )
@@ -122,7 +124,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Raises:
         ColumnError: there are no reward components.
-        ValueError: a key is not among the components, or the numbers of keys and weights differ.
+        ConfigError: a key is not among the components, or the numbers of keys and weights differ.
     """
     options = {**_GDPO, **inputs.options}
     rows = Rows(inputs)
@@ -169,6 +171,34 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     rows = Rows(inputs)
     sizes = inputs.group_sizes()
     return rows.spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0))
+
+
+@advantage(compares_samples=True, by_group=True)
+def maxrl(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Compute MaxRL advantages: the centred score over its group's mean, so that prompts rarely solved weigh more.
+
+    ::
+
+        A_i = (s_i - mean) / (mean + 1e-6)
+
+    The mean is over the rows of row i's group. With scores of 0 and 1 and n rows in a group, the expected gradient is
+    that of the log-likelihood of a success, with its series in the rate of failures cut off after n - 1 terms. The
+    advantages of a group without a success, and of a group of one row, are 0.
+
+    Source: Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.
+
+    Raises:
+        ConfigError: the mean of a group's scores is negative, by which the advantages would change their signs.
+    """
+    rows = Rows(inputs)
+    means = inputs.group_mean(rows.scores)
+    if bool((means < 0).any()):
+        raise ConfigError(
+            "algorithm.adv_estimator=maxrl divides by the mean score of a prompt's samples, and one is "
+            f"{float(means.min()):g}; it needs rewards that are not negative, such as 1 for a success and 0 otherwise, "
+            "and no KL penalty in the reward"
+        )
+    return rows.spread((rows.scores - means) / (means + GRPO_EPSILON))
 
 
 @advantage(compares_samples=True, by_group=True)
@@ -251,12 +281,14 @@ def _weights(
     missing = [key for key in keys if key not in components]
     if missing:
         known = ", ".join(sorted(components))
-        raise ValueError(f"gdpo_reward_keys names {', '.join(missing)}; the reward's components are {known}")
+        raise ConfigError(
+            f"algorithm.adv_kwargs.gdpo_reward_keys names {', '.join(missing)}; the reward's components are {known}"
+        )
     if gdpo_reward_weights is None:
         return dict.fromkeys(keys, 1.0)
     if gdpo_reward_keys is None or len(gdpo_reward_weights) != len(keys):
-        raise ValueError(
-            f"gdpo_reward_weights has {len(gdpo_reward_weights)} weights, but gdpo_reward_keys "
+        raise ConfigError(
+            f"algorithm.adv_kwargs.gdpo_reward_weights has {len(gdpo_reward_weights)} weights, but gdpo_reward_keys "
             f"{'is not set' if gdpo_reward_keys is None else f'names {len(keys)}'}; give one weight for each key"
         )
     return {key: float(weight) for key, weight in zip(keys, gdpo_reward_weights, strict=True)}
