@@ -79,6 +79,18 @@ def writes_what_is_read() -> dict[str, Any]:
         return report(recorder)
 
 
+def reads_a_message(waits: bool) -> dict[str, Any]:
+    """Read, on another stream, what a rank sends."""
+    with fake_cuda(world=2) as recorder:
+        received = torch.zeros(MIB, device="cuda")
+        work: Any = dist.irecv(received, 1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            if waits:
+                work.wait()
+            received.sum()
+        return report(recorder)
+
+
 def host_reads_a_copy(waits: bool) -> dict[str, Any]:
     with fake_cuda() as recorder:
         host = torch.empty(1000, pin_memory=True)

@@ -28,6 +28,11 @@ def test_a_read_without_an_event_is_a_race(run: Any) -> None:
     assert "dryrun_scenarios.py" in record["faults"][0][1]
 
 
+def test_a_message_read_on_another_stream_without_its_handle_is_a_race(run: Any) -> None:
+    assert kinds(run("reads_a_message", True)) == []
+    assert kinds(run("reads_a_message", False)) == ["race"]
+
+
 def test_a_value_read_without_an_event_is_a_race(run: Any) -> None:
     assert kinds(run("reads_value_without_event")) == ["race"]
 
