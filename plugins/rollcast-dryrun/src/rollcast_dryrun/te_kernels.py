@@ -27,18 +27,18 @@ _HOPPER = (9, 0)
 class DType(Enum):
     """Types of elements, by the library's names."""
 
-    kByte = torch.uint8  # noqa: N815
-    kInt32 = torch.int32  # noqa: N815
-    kInt64 = torch.int64  # noqa: N815
-    kFloat32 = torch.float32  # noqa: N815
-    kFloat16 = torch.float16  # noqa: N815
-    kBFloat16 = torch.bfloat16  # noqa: N815
-    kFloat8E4M3 = torch.float8_e4m3fn  # noqa: N815
-    kFloat8E5M2 = torch.float8_e5m2  # noqa: N815
-    kFloat4E2M1 = torch.float4_e2m1fn_x2  # noqa: N815
+    kByte = torch.uint8
+    kInt32 = torch.int32
+    kInt64 = torch.int64
+    kFloat32 = torch.float32
+    kFloat16 = torch.float16
+    kBFloat16 = torch.bfloat16
+    kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
+    kFloat4E2M1 = torch.float4_e2m1fn_x2
 
 
-class NVTE_Fused_Attn_Backend(IntEnum):  # noqa: N801  # the library's name
+class NVTE_Fused_Attn_Backend(IntEnum):
     """Implementations of attention in cuDNN."""
 
     NVTE_No_Backend = -1
@@ -82,7 +82,7 @@ def get_cudnn_version() -> int:
     return 91400
 
 
-def get_cublasLt_version() -> int:  # noqa: N802  # the library's name
+def get_cublasLt_version() -> int:
     """Return the version of cuBLAS, 12.9."""
     return 120900
 
@@ -92,19 +92,19 @@ def get_num_cublas_streams() -> int:
     return 4
 
 
-def get_fused_attn_backend(  # the library's signature
-    is_training: bool,  # noqa: ARG001
+def get_fused_attn_backend(
+    is_training: bool,
     q_dtype: DType,
-    kv_dtype: DType,  # noqa: ARG001
+    kv_dtype: DType,
     qkv_layout: str,
     bias_type: str,
-    attn_mask_type: str,  # noqa: ARG001
-    softmax_type: str,  # noqa: ARG001
-    p_dropout: float,  # noqa: ARG001
-    num_attn_heads: int,  # noqa: ARG001
-    num_gqa_groups: int,  # noqa: ARG001
-    max_seqlen_q: int,  # noqa: ARG001
-    max_seqlen_kv: int,  # noqa: ARG001
+    attn_mask_type: str,
+    softmax_type: str,
+    p_dropout: float,
+    num_attn_heads: int,
+    num_gqa_groups: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     head_dim_qk: int,
     head_dim_v: int,
     *_: Any,
@@ -139,7 +139,7 @@ def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> tuple[list[int
     return shape, 2.0 * size * inner
 
 
-def generic_gemm(  # the library's signature
+def generic_gemm(
     a: Tensor,
     transa: bool,
     b: Tensor,
@@ -148,14 +148,14 @@ def generic_gemm(  # the library's signature
     quantizer: None,
     out_dtype: DType | None,
     bias: Tensor | None,
-    bias_type: DType,  # noqa: ARG001
+    bias_type: DType,
     gelu: bool,
-    gelu_in: None,  # noqa: ARG001
+    gelu_in: None,
     grad: bool,
     workspace: Tensor,
-    workspace_size: int,  # noqa: ARG001
+    workspace_size: int,
     accumulate: bool,
-    use_split_accumulator: bool,  # noqa: ARG001
+    use_split_accumulator: bool,
     comm_overlap: None = None,
     extra_output: Tensor | None = None,
     **_: Any,
@@ -173,21 +173,21 @@ def generic_gemm(  # the library's signature
     return [out, bias_grad, None, extra_output]
 
 
-def te_general_grouped_gemm(  # the library's signature
+def te_general_grouped_gemm(
     a: list[Tensor],
     transa: bool,
     b: list[Tensor],
     transb: bool,
     out: list[Tensor],
-    out_dtype: DType,  # noqa: ARG001
-    m_splits: list[int],  # noqa: ARG001
+    out_dtype: DType,
+    m_splits: list[int],
     bias: list[Tensor],
-    bias_type: DType,  # noqa: ARG001
+    bias_type: DType,
     single_output: bool,
-    pre_gelu_out: list[Tensor],  # noqa: ARG001
+    pre_gelu_out: list[Tensor],
     grad: bool,
     workspace: list[Tensor],
-    workspace_size: int,  # noqa: ARG001
+    workspace_size: int,
     accumulate: bool,
     *_: Any,
 ) -> list[Tensor]:
@@ -209,15 +209,15 @@ def te_general_grouped_gemm(  # the library's signature
 layernorm_fwd, layernorm_bwd = _missing("layernorm_fwd"), _missing("layernorm_bwd")
 
 
-def rmsnorm_fwd(  # the library's signature
+def rmsnorm_fwd(
     inputs: Tensor,
     weight: Tensor,
-    eps: float,  # noqa: ARG001
+    eps: float,
     out: Tensor | None,
     quantizer: None,
     out_dtype: DType,
-    sm_margin: int,  # noqa: ARG001
-    zero_centered_gamma: bool,  # noqa: ARG001
+    sm_margin: int,
+    zero_centered_gamma: bool,
 ) -> list[Tensor | None]:
     """Return the normalized vectors, None, and their scales ``[vectors]``."""
     if quantizer is not None:
@@ -234,8 +234,8 @@ def rmsnorm_bwd(
     inputs: Tensor,
     scales: Tensor,
     weight: Tensor,
-    sm_margin: int,  # noqa: ARG001
-    zero_centered_gamma: bool,  # noqa: ARG001
+    sm_margin: int,
+    zero_centered_gamma: bool,
 ) -> list[Tensor]:
     """Return the gradients of the vectors and of the weight."""
     gradients = [torch.empty_like(inputs), torch.empty_like(weight)]
@@ -263,7 +263,7 @@ def _rotate(
     freqs: Tensor,
     start_positions: Tensor | None,
     qkv_format: str,
-    interleaved: bool,  # noqa: ARG001
+    interleaved: bool,
     cu_seqlens: Tensor | None,
     *_: Any,
 ) -> Tensor:
@@ -280,18 +280,18 @@ def _rotate(
 # -- attention -------------------------------------------------------------------------------------
 
 
-def fused_attn_fwd(  # the library's signature
+def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
-    is_training: bool,  # noqa: ARG001
-    attn_scale: float,  # noqa: ARG001
-    p_dropout: float,  # noqa: ARG001
-    set_zero: bool,  # noqa: ARG001
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
     qkv_layout: str,
-    bias_type: str,  # noqa: ARG001
+    bias_type: str,
     attn_mask_type: str,
-    softmax_type: str,  # noqa: ARG001
-    window_size: Sequence[int],  # noqa: ARG001
+    softmax_type: str,
+    window_size: Sequence[int],
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     query: Tensor,
@@ -316,18 +316,18 @@ def fused_attn_fwd(  # the library's signature
     return [mixed, sums, random]
 
 
-def fused_attn_bwd(  # the library's signature
-    max_seqlen_q: int,  # noqa: ARG001
+def fused_attn_bwd(
+    max_seqlen_q: int,
     max_seqlen_kv: int,
-    attn_scale: float,  # noqa: ARG001
-    p_dropout: float,  # noqa: ARG001
-    set_zero: bool,  # noqa: ARG001
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
     qkv_layout: str,
-    bias_type: str,  # noqa: ARG001
+    bias_type: str,
     attn_mask_type: str,
-    softmax_type: str,  # noqa: ARG001
-    window_size: Sequence[int],  # noqa: ARG001
-    deterministic: bool,  # noqa: ARG001
+    softmax_type: str,
+    window_size: Sequence[int],
+    deterministic: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     query: Tensor,
@@ -335,7 +335,7 @@ def fused_attn_bwd(  # the library's signature
     value: Tensor,
     mixed: Tensor,
     grad: Tensor,
-    fake_dtype: torch.dtype,  # noqa: ARG001
+    fake_dtype: torch.dtype,
     dqkv_dtype: DType,
     saved: Sequence[Tensor],
     *more: Any,
@@ -368,7 +368,7 @@ def _attention_flops(query: Tensor, value: Tensor, keys: int, mask: str) -> floa
 # -- packed rows that ranks share ------------------------------------------------------------------
 
 
-def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:  # noqa: ARG001
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
     """Return a half of each row of ``[t, h, d]`` or ``[2, t, h, d]``."""
     shape = list(tensor.shape)
     shape[-3] //= 2
@@ -377,14 +377,14 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tenso
     return part
 
 
-def thd_read_second_half_lse(sums: Tensor, cu_seqlens: Tensor, lse_packed: bool, length: int) -> Tensor:  # noqa: ARG001
+def thd_read_second_half_lse(sums: Tensor, cu_seqlens: Tensor, lse_packed: bool, length: int) -> Tensor:
     """Return the second halves of the softmax's sums."""
     part = torch.zeros([*sums.shape[:-1], length], dtype=sums.dtype, device=sums.device)
     _launch("thd_read_second_half_lse", [sums, cu_seqlens], [part])
     return part
 
 
-def thd_second_half_lse_correction(sums: Tensor, step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:  # noqa: ARG001
+def thd_second_half_lse_correction(sums: Tensor, step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
     """Add a step's sums to the second halves."""
     _launch("thd_second_half_lse_correction", [step, cu_seqlens], [sums])
 
@@ -402,14 +402,14 @@ def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, *_: Any)
 # -- many tensors at once --------------------------------------------------------------------------
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], scale: float) -> None:  # noqa: ARG001
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], scale: float) -> None:
     """Write the first list times ``scale`` to the second."""
     sources, targets = lists
     _launch("multi_tensor_scale", sources, [*targets, noop_flag])
 
 
 def multi_tensor_l2norm(
-    chunk_size: int,  # noqa: ARG001
+    chunk_size: int,
     noop_flag: Tensor,
     lists: list[list[Tensor]],
     per_tensor: bool | None = None,
@@ -424,7 +424,7 @@ def multi_tensor_l2norm(
     return norm, norms
 
 
-def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], *_: Any) -> None:  # noqa: ARG001
+def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], *_: Any) -> None:
     """Update parameters, the second list, by the gradients, the first; the others are the optimizer's state."""
     gradients, *updated = lists
     _launch("multi_tensor_adam", [*gradients, noop_flag], [tensor for tensors in updated for tensor in tensors])
