@@ -91,17 +91,26 @@ def _answer(function: str, arguments: list[Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
 
 
+def _prepare(paths: Iterable[str]) -> dict[str, Any] | None:
+    """Load the mock and what it has to come before; return the answer to every call if that fails."""
+    try:
+        load_mock()
+        sys.path[:0] = paths
+        load_transformer_engine()
+    except RollcastError as error:
+        return {"error": str(error), "explained": True}
+    return None
+
+
 def _main(paths: Iterable[str]) -> None:
-    load_mock()
-    sys.path[:0] = paths
-    load_transformer_engine()
+    failure = _prepare(paths)
     frozen = len(sys.modules)
     for line in sys.stdin:
         if len(sys.modules) > frozen:  # new modules stay: collections of engines that were freed need not visit them
             gc.collect()
             gc.freeze()
             frozen = len(sys.modules)
-        sys.stdout.write(f"{_MARK}{json.dumps(_answer(*json.loads(line)))}\n")
+        sys.stdout.write(f"{_MARK}{json.dumps(failure or _answer(*json.loads(line)))}\n")
         sys.stdout.flush()
 
 

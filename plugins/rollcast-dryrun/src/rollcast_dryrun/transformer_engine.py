@@ -13,6 +13,8 @@ from importlib.util import find_spec, module_from_spec
 from typing import Any
 from unittest import mock
 
+from rollcast.errors import CapabilityError
+
 __all__ = ["forget_devices", "load_transformer_engine"]
 
 _COMPILED = "transformer_engine_torch"
@@ -42,7 +44,7 @@ def load_transformer_engine() -> bool:
         False if it is not installed; layers are then megatron-core's own.
 
     Raises:
-        ImportError: it is installed without something that it needs.
+        CapabilityError: it is installed without something that it needs.
     """
     spec = find_spec("transformer_engine")
     if spec is None or spec.loader is None:
@@ -53,11 +55,22 @@ def load_transformer_engine() -> bool:
     with _without_export(), mock.patch.dict(os.environ, _ENVIRONMENT):
         common = import_module("transformer_engine.common")
         with mock.patch.object(common, "load_framework_extension", lambda _: None):
-            import_module("transformer_engine.pytorch")  # the package itself would hide that it fails
+            _import_for_torch()
             spec.loader.exec_module(package)
     attention: Any = import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     attention.AttentionParams = _plain_tensors(attention.AttentionParams)
     return True
+
+
+def _import_for_torch() -> None:
+    """Import what the package itself would leave out in silence if it failed."""
+    try:
+        import_module("transformer_engine.pytorch")
+    except ImportError as error:
+        raise CapabilityError(
+            f"Transformer Engine is there without something that it imports: {error}; install that into the same "
+            "folder with pip install --no-deps --target"
+        ) from error
 
 
 def forget_devices() -> None:
