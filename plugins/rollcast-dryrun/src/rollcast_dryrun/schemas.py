@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["fills_by_shape", "is_view", "leaves_of", "reads_shape_only", "written_arguments"]
+__all__ = ["fills_by_shape", "is_view", "leaves_of", "map_leaves", "reads_shape_only", "written_arguments"]
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -22,6 +23,16 @@ def leaves_of(value: Any) -> list[Any]:
                 found.append(item)
         return found
     return leaves_of(list(value.values())) if isinstance(value, dict) else [value]
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with ``function`` of their leaves."""
+    if isinstance(value, list | tuple):
+        items = [map_leaves(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    return function(value)
 
 
 @cache

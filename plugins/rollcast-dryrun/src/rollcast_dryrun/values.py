@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
-from rollcast_dryrun.schemas import fills_by_shape, is_view, leaves_of
+from rollcast_dryrun.schemas import fills_by_shape, is_view, leaves_of, map_leaves
 
 __all__ = [
     "Value",
@@ -116,7 +115,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool
 
     try:
         with torch.no_grad():
-            return True, func(*tree_map(plain, args), **tree_map(plain, kwargs))
+            return True, func(*map_leaves(plain, args), **map_leaves(plain, kwargs))
     except (NotImplementedError, RuntimeError):  # no kernel of the CPU, such as for flash attention
         return False, None
 
