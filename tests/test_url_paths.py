@@ -19,6 +19,7 @@ URL = "s3://bucket/x"
 #: Command line → the option or argument that has the URL.
 LINES = {
     f"chat model --opening {URL}": "--opening",
+    f"dryrun --packages {URL}": "--packages",
     f"eval prompts.jsonl --output {URL}": "--output",
     f"eval prompts.jsonl --config-dir={URL}": "--config-dir",
     f"export run/checkpoints/step_1 out --config {URL}": "--config",

@@ -98,6 +98,9 @@ def test_what_a_dry_run_cannot_do_is_told_in_a_line(model: Path, monkeypatch: py
     result = run(model, "gsm8k_qwen2_5_7b_8gpu", "placement.device=cpu")
     assert result.exit_code == 2
     assert "a dry run is of CUDA devices; set placement.device=cuda" in result.stderr
+    result = run(model, "gsm8k_qwen2_5_7b_8gpu", "--packages", "nowhere")
+    assert result.exit_code == 2
+    assert "--packages is nowhere, which is no folder; make it with pip install --target nowhere" in result.stderr
     monkeypatch.setattr(command, "_PROCESSES", 1)
     monkeypatch.setattr(native, "find_compiler", lambda: None)
     result = run(model, "gsm8k_qwen2_5_7b_8gpu")

@@ -41,7 +41,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object: pool to report.")] = False,
     packages: Annotated[
         Path | None,
-        typer.Option("--packages", help="Folder with packages that the cluster has: pip's --target.", exists=True),
+        typer.Option("--packages", help="Folder with packages that the cluster has: pip's --target."),
     ] = None,
 ) -> None:
     """Execute a step of a run's models for CUDA devices on a machine without one, and show what it takes.
@@ -59,6 +59,8 @@ def dryrun(
     from rollcast_trainer.api import check_run
 
     require_compiler()
+    if packages is not None and not packages.is_dir():
+        raise ConfigError(f"--packages is {packages}, which is no folder; make it with pip install --target {packages}")
     section, rest = take_section(ClusterConfig, "cluster", overrides or ())
     cluster = build_cluster(section)
     if len({node.kind.name for node in cluster.nodes}) > 1:
