@@ -1,8 +1,12 @@
-"""Prints the table of planned and dry-run memory of docs/dry-runs.md; ``python tests/dryrun_table.py [NAME ...]``."""
+"""Prints the table of planned and dry-run memory of docs/dry-runs.md; ``python tests/dryrun_table.py [NAME ...]``.
+
+``ROLLCAST_TRANSFORMER_ENGINE`` names a folder with Transformer Engine, of which Megatron's layers are then.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -75,7 +79,8 @@ def executed(arguments: list[str], rank: int) -> dict[str, int]:
     """Phase → bytes of all blocks on a rank at their largest, as executed."""
     from rollcast_dryrun.process import MockProcess
 
-    with MockProcess() as process:
+    packages = os.environ.get("ROLLCAST_TRANSFORMER_ENGINE")
+    with MockProcess([] if packages is None else [Path(packages)]) as process:
         device = asdict(DEVICE_KINDS["h100"])
         record = process.call("rollcast_dryrun.recipe:dry_run_rank", arguments, None, "global_pool", rank, device)
     peaks: dict[str, int] = {"forward": 0, "updating": 0}

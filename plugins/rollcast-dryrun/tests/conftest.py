@@ -12,12 +12,16 @@ from rollcast_dryrun.native import find_compiler
 from rollcast_dryrun.process import MockProcess
 
 
-@pytest.fixture(scope="session")
-def mock_process() -> Iterator[MockProcess]:
+def start(*paths: Path) -> Iterator[MockProcess]:
     if find_compiler() is None:
         pytest.skip("a dry run needs a C++ compiler")
-    with MockProcess([Path(__file__).parent]) as process:
+    with MockProcess([Path(__file__).parent, *paths]) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def mock_process() -> Iterator[MockProcess]:
+    yield from start()
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +35,4 @@ def transformer_engine_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def transformer_engine_process(transformer_engine_folder: Path) -> Iterator[MockProcess]:
-    if find_compiler() is None:
-        pytest.skip("a dry run needs a C++ compiler")
-    with MockProcess([Path(__file__).parent, transformer_engine_folder]) as process:
-        yield process
+    yield from start(transformer_engine_folder)

@@ -147,6 +147,18 @@ def test_liger_refuses_a_model_that_it_does_not_know(run: Any) -> None:
     assert "Liger has no kernels for gpt2; it has them for" in run("liger_refuses")
 
 
+def test_an_interrupted_call_s_answer_is_not_the_next_one_s(
+    mock_process: MockProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("rollcast_dryrun.process.json.loads", interrupt)
+        mock_process.call("builtins:len", [1, 2])
+    assert [mock_process.call("builtins:len", ["x"] * count) for count in (5, 7)] == [5, 7]
+
+
 def test_a_new_engine_leaves_the_device_s_random_numbers(run: Any) -> None:
     pytest.importorskip("rollcast_fsdp")
     assert run("random_state_of_a_new_engine") is True

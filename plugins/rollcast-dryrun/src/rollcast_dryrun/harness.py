@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -195,11 +194,13 @@ def _reader(mode: DryRunMode) -> Callable[..., torch.Tensor]:
 def _distributed(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements of what needs other ranks."""
     new_group, propagate = dist.new_group, ShardingPropagator._propagate_tensor_meta_non_cached
-    wait = FakeWork.wait
 
-    def wait_on_stream(work: FakeWork, *timeout: Any) -> bool:
-        mode.streams.wait_for_sent()
-        return wait(work, *timeout)
+    def noted(wait: Callable[..., bool]) -> Callable[..., bool]:
+        def wait_on_stream(work: dist.Work, *timeout: Any) -> bool:
+            mode.streams.wait_for_sent()
+            return wait(work, *timeout)
+
+        return wait_on_stream
 
     def new_fake_group(*args: Any, **options: Any) -> Any:
         named = inspect.signature(new_group).bind(*args, **options)
@@ -209,7 +210,10 @@ def _distributed(mode: DryRunMode) -> Iterator[tuple[Any, str, Any]]:
         with mode.unrecorded():
             return propagate(propagator, schema)
 
-    yield FakeWork, "wait", wait_on_stream
+    kinds: tuple[Any, ...] = (dist.Work, *dist.Work.__subclasses__())  # the fake group's handles have their own class
+    for kind in kinds:
+        if "wait" in vars(kind):
+            yield kind, "wait", noted(kind.wait)
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded
     yield dist, "new_group", new_fake_group
     yield dist, "all_gather_object", _all_gather_object

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ class MockProcess:
     """
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._calls = count()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by __exit__
         self._process = subprocess.Popen(  # noqa: S603  # this Python
             [sys.executable, "-m", "rollcast_dryrun.process", *map(str, paths)],
@@ -53,11 +55,14 @@ class MockProcess:
         """
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the process has no pipes")
-        self._process.stdin.write(f"{json.dumps([function, arguments])}\n")
+        number = next(self._calls)
+        self._process.stdin.write(f"{json.dumps([number, function, arguments])}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith(_MARK):
-                answer = json.loads(line.removeprefix(_MARK))
+                answered, answer = json.loads(line.removeprefix(_MARK))
+                if answered != number:
+                    continue  # of a call that was interrupted here, and went on there
                 if answer.get("explained"):
                     raise RollcastError(answer["error"])
                 if "error" in answer:
@@ -110,7 +115,8 @@ def _main(paths: Iterable[str]) -> None:
             gc.collect()
             gc.freeze()
             frozen = len(sys.modules)
-        sys.stdout.write(f"{_MARK}{json.dumps(failure or _answer(*json.loads(line)))}\n")
+        number, function, arguments = json.loads(line)
+        sys.stdout.write(f"{_MARK}{json.dumps([number, failure or _answer(function, arguments)])}\n")
         sys.stdout.flush()
 
 

@@ -8,8 +8,10 @@ Axes: ``t`` tokens, ``b`` rows, ``s`` positions, ``h`` heads, ``d`` size of a he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -133,10 +135,7 @@ def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> tuple[list[int
         raise RuntimeError(f"matrices {list(a.shape)} ({transa}) and {list(b.shape)} ({transb}) have no product")
     outer = [b.size(-1)] if transb else list(b.shape[:-1])
     shape = [*outer, rows if transa else columns]
-    size = 1
-    for length in shape:
-        size *= length
-    return shape, 2.0 * size * inner
+    return shape, 2.0 * math.prod(shape) * inner
 
 
 def generic_gemm(
@@ -166,7 +165,7 @@ def generic_gemm(
     shape, flops = _product(a, transa, b, transb)
     if out is None:
         out = torch.empty(shape, dtype=a.dtype if out_dtype is None else out_dtype.value, device=a.device)
-    elif out.numel() != torch.Size(shape).numel():
+    elif out.numel() != math.prod(shape):
         raise RuntimeError(f"a product of shape {shape} does not fit into {list(out.shape)}")
     bias_grad = torch.empty(b.size(-1), dtype=out.dtype, device=a.device) if grad and bias is not None else None
     _launch("generic_gemm", [a, b, bias, out if accumulate else None], [out, bias_grad, workspace], flops)
@@ -193,7 +192,7 @@ def te_general_grouped_gemm(
 ) -> list[Tensor]:
     """Multiply matrices in pairs, into one tensor or into one each."""
     products = [_product(one, transa, other, transb) for one, other in zip(a, b, strict=True)]
-    size = sum(torch.Size(shape).numel() for shape, _ in products)
+    size = sum(math.prod(shape) for shape, _ in products)
     if size != sum(tensor.numel() for tensor in (out[:1] if single_output else out)):
         raise RuntimeError("the results of grouped products do not fit into their tensors")
     before = out if accumulate else []
@@ -243,20 +242,6 @@ def rmsnorm_bwd(
     return gradients
 
 
-def fused_rope_forward(
-    inputs: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: str, interleaved: bool, *more: Any
-) -> Tensor:
-    """Return rotated queries or keys."""
-    return _rotate("fused_rope_forward", inputs, freqs, start_positions, qkv_format, interleaved, *more)
-
-
-def fused_rope_backward(
-    grad: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: str, interleaved: bool, *more: Any
-) -> Tensor:
-    """Return the gradient of queries or keys."""
-    return _rotate("fused_rope_backward", grad, freqs, start_positions, qkv_format, interleaved, *more)
-
-
 def _rotate(
     name: str,
     inputs: Tensor,
@@ -267,6 +252,7 @@ def _rotate(
     cu_seqlens: Tensor | None,
     *_: Any,
 ) -> Tensor:
+    """Return rotated queries or keys, or their gradient."""
     is_packed = qkv_format == "NVTE_THD"
     if freqs.dim() != 4 or freqs.dtype != torch.float32 or inputs.dim() != (3 if is_packed else 4):
         raise RuntimeError(f"{name} takes no {list(inputs.shape)} with frequencies {list(freqs.shape)}, {freqs.dtype}")
@@ -275,6 +261,9 @@ def _rotate(
     rotated = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     _launch(name, [inputs, freqs, start_positions, cu_seqlens], [rotated])
     return rotated
+
+
+fused_rope_forward, fused_rope_backward = (partial(_rotate, f"fused_rope_{way}") for way in ("forward", "backward"))
 
 
 # -- attention -------------------------------------------------------------------------------------

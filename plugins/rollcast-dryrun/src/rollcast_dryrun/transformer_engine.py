@@ -17,7 +17,7 @@ from rollcast.errors import CapabilityError
 
 __all__ = ["forget_devices", "load_transformer_engine"]
 
-_COMPILED = "transformer_engine_torch"
+_COMPILED, _STAND_INS = "transformer_engine_torch", "rollcast_dryrun.te_kernels"
 #: Libraries that it imports to export models, which no dry run does.
 _EXPORT = ("onnx", "onnxscript")
 #: The library loads its compiled parts unless it is being built, and compiles small functions with Triton.
@@ -37,19 +37,18 @@ _KEPT = (
 )
 
 
-def load_transformer_engine() -> bool:
+def load_transformer_engine() -> None:
     """Import Transformer Engine if its Python part is installed; call it once, in a process with the mock.
 
-    Returns:
-        False if it is not installed; layers are then megatron-core's own.
+    Without it, layers are megatron-core's own.
 
     Raises:
         CapabilityError: it is installed without something that it needs.
     """
     spec = find_spec("transformer_engine")
     if spec is None or spec.loader is None:
-        return False
-    sys.modules[_COMPILED] = import_module("rollcast_dryrun.te_kernels")
+        return
+    sys.modules[_COMPILED] = import_module(_STAND_INS)
     package = module_from_spec(spec)
     sys.modules[spec.name] = package
     with _without_export(), mock.patch.dict(os.environ, _ENVIRONMENT):
@@ -59,7 +58,6 @@ def load_transformer_engine() -> bool:
             spec.loader.exec_module(package)
     attention: Any = import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     attention.AttentionParams = _plain_tensors(attention.AttentionParams)
-    return True
 
 
 def _import_for_torch() -> None:
@@ -74,8 +72,9 @@ def _import_for_torch() -> None:
 
 
 def forget_devices() -> None:
-    """Forget the tensors of a device that the library keeps for the life of a process; nothing if it is not loaded."""
-    if "transformer_engine.pytorch" not in sys.modules:
+    """Forget the tensors of a mock device that the library keeps for the life of a process."""
+    stand_ins = sys.modules.get(_STAND_INS)
+    if stand_ins is None or sys.modules.get(_COMPILED) is not stand_ins:
         return
     for module, name in _KEPT:
         tensors = getattr(import_module(f"transformer_engine.pytorch.{module}"), name)
